@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import flags, logging
-from ml_collections import config_flags
 
 from experiments.common import harness, launch, statistics
 from experiments.common.statistics import LEVEL, estimate
@@ -473,9 +472,9 @@ def main(_: list[str]) -> None:
     _JOIN()
     if _RUNS.value:
         text = of_runs(list(map(Path, _RUNS.value)), out, _BASELINE.value)
-    elif flags.FLAGS["config"].present:
+    elif config := arguments.chosen_config():
         text = compare(
-            arguments.chosen_config(),
+            config,
             out,
             couplings=_COUPLINGS.value,
             num_seeds=_SEEDS.value,
@@ -490,7 +489,7 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", help_string="file with get_config()")
+    arguments.define_config("bundled config or file with get_config()")
     _OUT = flags.DEFINE_string("out", "results/compare", "folder of the report and the runs")
     _COUPLINGS = flags.DEFINE_list("couplings", ["orf", "pnc", "pm"], 'names, or "softmax"')
     _SEEDS = flags.DEFINE_integer("seeds", 5, "number of seeds of each setting")

@@ -16,7 +16,7 @@ from absl import flags
 
 from experiments.common import launch
 from vit import config as configs
-from vit.config import bundled, cli
+from vit.config import cli
 
 COMMAND = re.compile(
     r"(?:python -m (vit|experiments|tests)\.|performer-(vit|experiments) )(\w+(?:\.\w+)*)"
@@ -64,7 +64,7 @@ def check(module: str, given: list[str]) -> None:
     own = [x for x in given if not re.match(r"--config\b", x)]
     for argument in given:
         if argument.startswith("--config="):
-            assert bundled.path(argument.split("=")[1].split(":")[0])
+            assert configs.bundled_path(argument.split("=")[1].split(":")[0])
         elif argument.startswith("--config.") or argument.startswith("config."):
             name, _, value = argument.removeprefix("--").removeprefix("config.").partition("=")
             for text in value.split(",") if argument.startswith("config.") else [value]:
@@ -88,9 +88,8 @@ def defined(module: str) -> flags.FlagValues:
         main = importlib.import_module(module).main
         launch.define(main, {} if "launch.run(main, quick=" in source(module) else None, values)
     else:
-        for function, names in re.findall(r"    define\((\w+)(.*)\)", source(module)):
-            own = importlib.import_module(module)
-            launch.define(getattr(own, function), None, values, **(own.FLAGS if names else {}))
+        for function in re.findall(r"    define\((\w+)\)", source(module)):
+            launch.define(getattr(importlib.import_module(module), function), None, values)
         for text in (source(module), Path("vit/run/devices.py").read_text()):
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

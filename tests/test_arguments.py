@@ -1,24 +1,21 @@
 """The command line: what --help says, what a flag is called elsewhere, configs by name."""
 
 import re
-import sys
 
 import pytest
 from absl import flags
-from ml_collections import config_flags
 
 from tests import commands
 from vit import config
-from vit.config import arguments, bundled
+from vit.config import arguments
 
 FIELDS = config.flatten(config.Config())
 
 
 def program(*given):
     """The flags of a program that takes a config, as its command line sets them."""
-    sys.modules.pop("config_config", None)
     argv, values = ["program", *given], flags.FlagValues()
-    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    arguments.define_config("file", values)
     flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
     flags.DEFINE_integer("steps_shown", 3, "of them", flag_values=values)
     return argv, values
@@ -26,8 +23,13 @@ def program(*given):
 
 def message(*given):
     argv, values = program(*given)
-    with pytest.raises(SystemExit) as error:
+
+    def run():
         arguments.parse_flags(argv, values)
+        arguments.chosen_config(values)
+
+    with pytest.raises(SystemExit) as error:
+        run()
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -69,7 +71,7 @@ def test_help_lists_every_field(flag, capsys):
 
 
 def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
-    expected = bundled.config("digits")
+    expected = config.bundled("digits")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments" / "configs").mkdir(parents=True)
     (tmp_path / "experiments" / "configs" / "digits.py").write_text("def get_config(): return 3")
@@ -77,7 +79,7 @@ def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
         argv, values = program(*given, "--config.seed=5")
         arguments.parse_flags(argv, values)
         assert arguments.chosen_config(values) == config.with_values(expected, {"seed": 5})
-    assert bundled.config("places365").data.name == "places365"
+    assert config.bundled("places365").data.name == "places365"
     (tmp_path / "digits").write_text("def get_config():\n    return int('own')")
     assert "invalid literal for int() with base 10: 'own'" in message("--config=digits")
 
@@ -100,7 +102,7 @@ def test_a_failure_is_one_line(tmp_path):
     places = "--config=places365 --dry_run --config.data.dir"
     trained = {
         "--config=digits": "--workdir is missing: folder of the run; created if missing\n",
-        f"{places}={tmp_path}": f"ValueError: config.data.dir='{tmp_path}' holds no data set",
+        f"{places}={tmp_path}": "ValueError: unknown config.data.name 'places365'",
         "--workdir=nowhere": "ValueError: nowhere holds no run",
         "--config=imagenet --dry_run --topology=v5e:4x": "ValueError: --topology=v5e:4x: a TPU sl",
         "--config=digits --workdir=run --topology=v5e:4x4": "ValueError: --topology requires",

@@ -95,15 +95,6 @@ def test_what_cannot_be_divided_is_named():
             devices.mesh(small_config(**changes), [object()] * count)
 
 
-def test_processes_are_all_described_or_not_at_all():
-    for given in (("localhost:1", 2), (None, 4), (None, None, 0), ("", 2)):
-        with pytest.raises(ValueError, match="give all three, or none"):
-            devices.initialize(*given)
-    for given in (("localhost", 2, 0), ("", 2, 0), ("a:1", 2, 2), ("a:1", 2, -1), ("a:1", 0, 0)):
-        with pytest.raises(ValueError, match="--process_id=.*; the coordinator is HOST:PORT, pr"):
-            devices.initialize(*given)
-
-
 def test_one_worker_of_a_slice_is_refused_instead_of_waiting_for_the_others(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     devices.check_alone()

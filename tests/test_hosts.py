@@ -14,16 +14,16 @@ import pytest
 from tests.small import CALIBRATED, PATIENCE, SHALLOW, STEADY, assert_same_losses, small_config
 from vit import config, train
 from vit.reports import metrics
-from vit.run import checkpoint, hosts, safety
+from vit.run import checkpoint, devices, safety
 
 PROGRAM = """
 import dataclasses, json, sys
 from pathlib import Path
-from vit.run import devices
+import jax
 coordinator, process, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-devices.initialize(coordinator, 2, process)
+jax.distributed.initialize(coordinator, 2, process)
 from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
-from vit.run import checkpoint, hosts
+from vit.run import checkpoint
 from vit import config, evaluate, train
 
 config.SIZES["XS"] = SHALLOW
@@ -111,7 +111,7 @@ def test_a_second_process_that_differs_is_refused(monkeypatch):
     """As process 1 of two; process 0 has seed 0."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(hosts, "gathered", lambda text: ['{"seed": 0}', text])
-    hosts.check_same({"seed": 0})
+    monkeypatch.setattr(devices, "gathered", lambda text: ['{"seed": 0}', text])
+    devices.check_same({"seed": 0})
     with pytest.raises(ValueError, match="process 1, with seed: 1, and process 0 with seed: 0"):
-        hosts.check_same({"seed": 1})
+        devices.check_same({"seed": 1})

@@ -14,7 +14,7 @@ from absl import flags
 from experiments.common import launch
 from tests import commands
 from tests.pages import code
-from vit.config import cli, signature
+from vit.config import arguments, cli
 from vit.config.arguments import parse_flags
 
 
@@ -145,7 +145,7 @@ def test_every_experiment_starts_and_explains_its_flags():
     assert len(LAUNCHED) >= 18
     for module in LAUNCHED:
         main = importlib.import_module(module).main
-        values, told = flags.FlagValues(), signature.meanings(main)
+        values, told = flags.FlagValues(), arguments.meanings(main)
         parameters = launch.define(main, None, values)
         assert list(told) == [p.name for p in parameters]
         assert all(told.values())

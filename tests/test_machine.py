@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.small import small_config
-from vit.run import loop, machine
+from vit import data
+from vit.run import loop
 
 
 def test_workers_by_the_machine(tmp_path, monkeypatch):
@@ -15,14 +16,14 @@ def test_workers_by_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)), raising=False)
     room = SimpleNamespace(f_bavail=2 * 20 * 1000, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda folder: room)
-    assert machine.workers(-1, 1000, tmp_path) == 11
+    assert data.num_workers(-1, 1000, tmp_path) == 11
     room.f_bavail = 2 * 3 * 1000 + 1
-    assert machine.workers(-1, 1000, tmp_path) == 3
-    assert machine.workers(-1, 10_000, tmp_path) == 0
-    assert machine.workers(-1, 1000, tmp_path / "elsewhere") == 11
-    assert [machine.workers(n, 1000, tmp_path) for n in (0, 2, 7)] == [0, 2, 3]
+    assert data.num_workers(-1, 1000, tmp_path) == 3
+    assert data.num_workers(-1, 10_000, tmp_path) == 0
+    assert data.num_workers(-1, 1000, tmp_path / "elsewhere") == 11
+    assert [data.num_workers(n, 1000, tmp_path) for n in (0, 2, 7)] == [0, 2, 3]
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
-    assert machine.workers(-1, 1, tmp_path) == 0
+    assert data.num_workers(-1, 1, tmp_path) == 0
 
 
 @pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run"])

@@ -102,7 +102,7 @@ def test_the_scripts_find_programs_and_configs_from_any_folder(installed, tmp_pa
     (tmp_path / "photos" / "cat" / "1.jpg").write_bytes(b"")
     for name, message in {
         "digits": "ValueError: config.optim.warmup_steps=132",
-        "inaturalist2021": "config.data.dir='data' does not exist",
+        "inaturalist2021": "unknown config.data.name 'inaturalist2021'",
         "my_images:photos": "by performer-vit prepare --source=photos --out=data",
     }.items():
         command = ["performer-vit", "train", f"--config={name}", "--config.num_epochs=1"]

@@ -225,5 +225,5 @@ def test_data_sets_that_are_not_what_they_say(pets):
     for split in ("train[abc", "train[5:2]", "train[:0]", "train[200%:]", "train[:3"):
         refused(rf"eval_split='{re.escape(split)}' .*'train\[:500\]'|eval_split=.* is empty", split)
     for split in ("trainn", "", "train+trainn", "[:3]"):
-        refused(rf"eval_split='{re.escape(split)}' is no split of 'pets'; choices: train,", split)
+        refused(rf"eval_split='{re.escape(split)}' is no split of 'pets'.*; choices: train,", split)
     assert len(load(out, "pets", "train[:2]+validation").evaluation) == 6

@@ -8,7 +8,7 @@ from PIL import Image
 
 from tests.test_sources import write_idx
 from vit import config, data
-from vit.config import bundled, recipe
+from vit.config import recipe
 from vit.prepare import prepare
 from vit.run import optim, runs
 
@@ -55,7 +55,7 @@ def photos(tmp_path_factory):
 
 
 def test_my_images_reads_the_data_set(photos):
-    derived = bundled.config(f"my_images:{photos}/data/photos")
+    derived = config.bundled(f"my_images:{photos}/data/photos")
     config.validate(derived)
     assert derived.overridden({}) == config.with_values(
         recipe.for_images(11, 2, 96, 3),
@@ -76,7 +76,7 @@ def test_my_images_reads_the_data_set(photos):
 )
 def test_given_values_enter_before_the_others_are_derived(photos, values, expected):
     """By a flag of my_images and as an argument of `vit.fit`; both refused two epochs before."""
-    derived = bundled.config(f"my_images:{photos}/data/photos").overridden(values)
+    derived = config.bundled(f"my_images:{photos}/data/photos").overridden(values)
     config.validate(derived)
     assert type(derived) is config.Config
     flat = config.flatten(derived)
@@ -94,6 +94,6 @@ def test_my_images_takes_the_test_split_where_there_is_no_validation(tmp_path):
     (tmp_path / "mnist").mkdir()
     write_idx(tmp_path / "mnist")
     prepare(tmp_path / "mnist", tmp_path)
-    derived = bundled.config(f"my_images:{tmp_path}/mnist")
+    derived = config.bundled(f"my_images:{tmp_path}/mnist")
     assert derived.data.eval_split == "test"
     assert not derived.data.flip

@@ -10,7 +10,7 @@ import pytest
 
 from vit.config import Optim
 from vit.run import safety
-from vit.run.progress import check_finite
+from vit.run.loop import check_finite
 
 
 def test_the_second_signal_ends_the_process():

@@ -27,7 +27,7 @@ from tests.small import (
 from vit import config, data, evaluate, train
 from vit.reports import metrics
 from vit.run import checkpoint, devices, optim, runs, safety, steps
-from vit.run.progress import Progress
+from vit.run.loop import Progress
 
 pytestmark = pytest.mark.usefixtures("shallow")
 

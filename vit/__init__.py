@@ -15,20 +15,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vit.data.arrays import fit as fit
+    from vit.use import fit as fit
     from vit.use import load as load
 
-PLACES = {"fit": "vit.data.arrays", "load": "vit.use"}
-"""Modules of the functions, imported at the first use."""
-
-__all__ = list(PLACES)
+__all__ = ["fit", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in PLACES:
-        return getattr(import_module(PLACES[name]), name)
+    if name in __all__:  # imported at the first use
+        return getattr(import_module("vit.use"), name)
     raise AttributeError(f"module 'vit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *PLACES})
+    return sorted({*globals(), *__all__})

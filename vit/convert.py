@@ -39,12 +39,12 @@ from pathlib import Path
 import numpy as np
 from absl import logging
 from flax import nnx
+from rich.progress import Progress
 
 from performer import couplings
 from vit import config as configs
-from vit.config.arguments import launch
+from vit.config.arguments import define, given, launch
 from vit.config.cli import command
-from vit.config.signature import define, given
 from vit.reports import metrics, report
 from vit.run import checkpoint, devices, runs, safety
 from vit.task import SUBJECTS, Model, of_folder, random_streams
@@ -212,17 +212,20 @@ def convert(
     configs.validate(new_config)
     new = run.task.create(new_config, rngs=random_streams(config.seed))
     nnx.update(new, nnx.state(converted.model))
-    run = runs.evaluated_on(run, eval_images)
+    if eval_images:
+        split = run.dataset.evaluation
+        first = [split[i] for i in range(min(eval_images, len(split)))]
+        run = run._replace(dataset=run.dataset._replace(evaluation=first))
     records, table = [], ""
-    with safety.appearing(out, "--out") as folder, metrics.progress_bar() as bar:
+    with safety.appearing(out, "--out") as folder, Progress() as bar:
         runs.begin(folder, new, new_config, run.dataset, run.task)
         total = 2 + sum(map(bool, exact_window)) + len(cases)
-        progress = bar.add_task("convert", total=total, status="")
+        progress = bar.add_task("convert", total=total)
         for record in compare(run, model, replaced, cases, draws):
             records.append(record)
             table = report.table(records, folder / "conversion")
             status = f"{record['coupling']} {record[metric_of(record)]:.4f}"
-            bar.update(progress, advance=1, status=status)
+            bar.update(progress, advance=1, description=status)
         if converted.heads:
             converted.heads.to_csv(folder / "heads.csv")
     return table

@@ -34,11 +34,12 @@ from vit import config as configs
 from vit import data, use
 from vit.config.arguments import launch
 from vit.model import classification
-from vit.reports import class_report, metrics
+from vit.reports import metrics
 from vit.reports.attention_report import report_attention
+from vit.reports.class_report import report_classes
 from vit.run import devices, runs, steps
 from vit.run.steps import evaluate
-from vit.task import Task, of_folder
+from vit.task import Task
 
 FLAGS = {
     "data.eval_split": "split",
@@ -102,13 +103,7 @@ def evaluate_on(
     opened: dict[str, Any] = {"data.batch_size": 1}  # a training split of any length will do
     if {"data.name", "data.dir"} & set(fields):
         opened["data.train_split"] = config.data.eval_split
-    try:
-        dataset = data.load(configs.with_values(config, opened).data)
-    except ValueError as error:  # name the flags that were given
-        message = str(error).replace("config.data.train_split", "config.data.eval_split")
-        for field in fields:
-            message = message.replace(f"config.{field}", f"--{FLAGS[field]}")
-        raise ValueError(message) from error
+    dataset = data.load(configs.with_values(config, opened).data)
     label, classes = numbers(trained.class_names, dataset.class_names), len(trained.class_names)
     task = classification.task(classes, trained.channels, config.optim.loss)
     mesh = devices.mesh(config)
@@ -141,22 +136,6 @@ def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
             f" {', '.join(of_run[:5])}"
         )
     return jnp.asarray([index[name] for name in of_data], jnp.int32)
-
-
-def report_classes(workdir: Path, step: int | str | None = None) -> str:
-    """Write the accuracy of each class and the confusion matrix into the folder of the run.
-
-    Returns:
-        Text with the top-1 and top-5 accuracy and the worst classes.
-
-    Raises:
-        ValueError: as `runs.restore`, or for a run of another task.
-    """
-    of_folder(workdir, classification.NAME)
-    run = runs.restore(workdir, step=step)
-    counted = class_report.tally(run.model(), run.batches(), run.dataset.num_classes)
-    records = class_report.write(counted, run.dataset.class_names, workdir)
-    return class_report.summary(counted, records)
 
 
 def main(_: list[str]) -> None:

@@ -14,7 +14,7 @@ import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,34 +29,20 @@ from vit.config.arguments import launch
 from vit.run import devices, files
 
 PLATFORMS = ("cpu", "tpu", "cuda")
-LARGEST = 2**31 - 2**24
-"""Bytes of parameters in a program, whose format counts to 2^31."""
 
-READ = """\
+LOADER = """\
 import json, jax, jax.export, numpy as np  # pip install jax flatbuffers
 program = jax.export.deserialize(bytearray(open({program!r}, "rb").read()))
 about = json.load(open({about!r}))
-"""
-CALL = """\
 images = np.zeros((1, about["image_size"], about["image_size"], about["channels"]), np.uint8)
 logits = jax.jit(program.call)(images)
 print([about["class_names"][i] for i in logits.argmax(-1)])
 """
+"""Python that runs the program with JAX alone, in the folder of its files."""
 
 
-class Written(NamedTuple):
-    """The files of an export, with one name and different endings."""
-
-    program: Path
-    about: Path
-
-    def loader(self) -> str:
-        """Return Python that runs the program, in the folder of these files, with JAX alone."""
-        return (READ + CALL).format(program=self.program.name, about=self.about.name)
-
-
-def named(out: Path) -> Written:
-    """Return the files of an export with that program.
+def beside(out: Path) -> Path:
+    """Return the json file of a program.
 
     Raises:
         ValueError: if the ending is that of the other file, or a file exists already.
@@ -66,32 +52,29 @@ def named(out: Path) -> Written:
             f"--out={out} is the name of the program, with .json beside it: let it end in"
             " .stablehlo"
         )
-    written = Written(out, out.with_suffix(".json"))
-    there = [str(path) for path in written if path.exists()]
+    there = [str(path) for path in (out, out.with_suffix(".json")) if path.exists()]
     if there:
         raise ValueError(f"already there: {', '.join(there)}; remove it or take another --out")
-    return written
+    return out.with_suffix(".json")
 
 
-def export(trained: use.Trained, written: Written) -> None:
-    """Write the program of a model and the file beside it, each atomically.
+def export(trained: use.Trained, out: Path) -> str:
+    """Write the program of a model and the file beside it, each atomically; return the loader.
 
     Args:
         trained: result of `vit.load`.
-        written: result of `named`; folders are made.
+        out: the program; its folder is made.
 
     Raises:
-        ValueError: if a program cannot hold that many parameters.
+        ValueError: as `beside`.
     """
-    size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(trained.model, nnx.Param)))
-    if size > LARGEST:
-        raise ValueError(
-            f"the parameters take {size:,} bytes and a program has at most {LARGEST:,} of them"
-        )
-    program = symbolic(trained)
-    written.program.parent.mkdir(parents=True, exist_ok=True)
-    files.write(written.about, json.dumps(about(trained, program, written), indent=2) + "\n")
-    files.write(written.program, bytes(program.serialize()))
+    about, program = beside(out), symbolic(trained)
+    content = bytes(program.serialize())  # fails above 2 GiB
+    out.parent.mkdir(parents=True, exist_ok=True)
+    record = {"program": out.name, **described(trained, program)}
+    files.write(about, json.dumps(record, indent=2) + "\n")
+    files.write(out, content)
+    return LOADER.format(program=out.name, about=about.name)
 
 
 def symbolic(trained: use.Trained) -> Exported:
@@ -107,11 +90,10 @@ def symbolic(trained: use.Trained) -> Exported:
     return jax.export.export(jax.jit(call), platforms=PLATFORMS)(images)
 
 
-def about(trained: use.Trained, program: Exported, written: Written) -> dict[str, Any]:
-    """Return the content of the json beside the program."""
+def described(trained: use.Trained, program: Exported) -> dict[str, Any]:
+    """Return input, output, classes, preprocessing and versions of the program."""
     data = trained.config.data
     return {
-        "program": written.program.name,
         "input": "images: uint8 (b, image_size, image_size, channels), 0 to 255",
         "output": "logits: float32 (b, classes); their"
         f" {trained.config.optim.loss} are the probabilities",
@@ -134,13 +116,13 @@ def about(trained: use.Trained, program: Exported, written: Written) -> dict[str
 def main(_: list[str]) -> None:
     """The command line."""
     devices.check_alone()
-    written = named(Path(str(_OUT.value)))
+    out = Path(str(_OUT.value))
+    about = beside(out)
     print(f"loading {_WORKDIR.value} and lowering it for {', '.join(PLATFORMS)}", file=sys.stderr)
-    export(use.load(str(_WORKDIR.value), _STEP.value), written)
-    for path in written:
+    loader = export(use.load(str(_WORKDIR.value), _STEP.value), out)
+    for path in (out, about):
         print(f"{path}  {path.stat().st_size:,} bytes")
-    folder = written.program.parent
-    print(f"\nThis runs it, in the folder {folder}:\n\n{written.loader()}", end="")
+    print(f"\nThis runs it, in the folder {out.parent}:\n\n{loader}", end="")
 
 
 if __name__ == "__main__":

@@ -40,13 +40,11 @@ import tensorflow_datasets as tfds
 from absl import logging
 from PIL import Image, ImageOps
 
-from vit.config.arguments import launch
+from vit.config.arguments import define, given, launch
 from vit.config.cli import command
-from vit.config.signature import define, given
 from vit.data import augment
 from vit.data.sources import forms, ilsvrc2012
 from vit.data.sources.source import Example, Source, with_validation
-from vit.run import machine
 
 VERSION = "1.0.0"
 VALIDATION = 0.1
@@ -190,14 +188,15 @@ def encoded(
     a few ahead.
     """
     waiting: collections.deque[tuple[Example, Callable[[], bytes]]] = collections.deque()
-    with ThreadPoolExecutor(machine.cores()) as pool:
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(cores) as pool:
         for example in examples:
             try:
                 found = pool.submit(encode, example.read())
             except Exception as error:  # raised when the picture is requested
                 (found := Future()).set_exception(error)
             waiting.append((example, found.result))
-            if len(waiting) > AHEAD * machine.cores():
+            if len(waiting) > AHEAD * cores:
                 yield waiting.popleft()
         yield from waiting
 

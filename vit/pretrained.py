@@ -30,19 +30,16 @@ from functools import partial
 from pathlib import Path
 
 from absl import flags, logging
-from ml_collections import config_flags
 
 from vit import config as configs
 from vit import data
 from vit import weights as published
 from vit.config import cli
-from vit.config.arguments import chosen_config, launch
+from vit.config.arguments import chosen_config, define_config, launch
 from vit.model import ViT
 from vit.run import devices
-from vit.task import Task
 from vit.weights import transfer
-from vit.weights.encoder import Encoder, resampled
-from vit.weights.files import Arrays
+from vit.weights.encoder import Arrays, Encoder, resampled
 
 HEAD = ("head/kernel", "head/bias")
 OWN = ("blocks", "embed", "token", "position", "norm", "head")
@@ -72,16 +69,11 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
     """
     encoder = published.read(weights)
     dataset = _no_data(encoder) if config is None else None
-    fill = partial(_fill, weights, encoder)
     origin = {"weights": str(weights.resolve())}
-    return transfer.start(of_encoder(config, encoder), workdir, fill, origin, dataset)
-
-
-def _fill(
-    weights: Path, encoder: Encoder, model: ViT, task: Task, dataset: data.Dataset
-) -> list[str]:
-    named, lines = fitted(encoder, model, dataset)
-    return [*encoder.lines, *lines, *load(model, named, str(weights))]
+    run = transfer.begun(of_encoder(config, encoder), workdir, origin, dataset)
+    with run as (model, _, dataset):
+        named, lines = fitted(encoder, model, dataset)
+        return [*encoder.lines, *lines, *load(model, named, str(weights))]
 
 
 def of_encoder(config: configs.Config | None, encoder: Encoder) -> configs.Config:
@@ -152,7 +144,7 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
     workdir = Path(str(_WORKDIR.value))
     devices.check_alone()
-    config = chosen_config() if _CONFIG.value else None
+    config = chosen_config()
     report = pretrained(Path(str(_WEIGHTS.value)), config, workdir)
     print("\n".join([*report, f"{_WEIGHTS.value} is step 0 of the run in {workdir}"]))
     following = cli.command("evaluate" if config else "predict", workdir=workdir)
@@ -163,8 +155,6 @@ if __name__ == "__main__":
     _WEIGHTS = flags.DEFINE_string(
         "weights", None, "file .safetensors or .npz of a ViT", required=True
     )
-    _CONFIG = config_flags.DEFINE_config_file(
-        "config", help_string="file with get_config(); none makes a run without data"
-    )
+    define_config("bundled config or file with get_config(); none makes a run without data")
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the new run", required=True)
     launch(main)

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import jax
 from absl import flags, logging
-from ml_collections import config_flags
 
 from vit import config as configs
-from vit.config.arguments import chosen_config, launch
+from vit.config.arguments import chosen_config, define_config, launch
 from vit.config.cli import command
 from vit.reports import metrics
 from vit.run import devices, dry_run, loggers
@@ -43,7 +42,7 @@ def main(_: list[str]) -> None:
     _JOIN()
     if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
         raise ValueError(f"--init_from={_INIT_FROM.value} starts a new run: give its --config")
-    config = chosen_config() if given else configs.of_run(workdir)
+    config = chosen_config() or configs.of_run(workdir)
     if _DRY_RUN.value:
         topology = _TOPOLOGY.value or ""
         found = dry_run.plan(config, topology, dry_run.dataset(config, topology, _DATA_SIZE.value))
@@ -65,9 +64,7 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file(
-        "config", help_string="bundled config or file with get_config(); that of the run if none"
-    )
+    define_config("bundled config or file with get_config(); that of the run if none")
     _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; created if missing")
     _DRY_RUN = flags.DEFINE_bool("dry_run", False, "compile the run, print its cost and stop")
     _TOPOLOGY = flags.DEFINE_string(

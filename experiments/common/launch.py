@@ -10,12 +10,13 @@
     if __name__ == "__main__":
         launch.run(main)
 
-accepts `--data_sets=a,b --draws=10` (see `vit.config.signature`). The command is recorded in
+accepts `--data_sets=a,b --draws=10` (see `vit.config.arguments`). The command is recorded in
 run.json of the folder --out.
 """
 
 import datetime
 import json
+import os
 import platform
 import shlex
 import sys
@@ -28,9 +29,8 @@ from typing import Any, get_args
 import jax
 from absl import flags
 
-from vit.config.arguments import launch
-from vit.config.signature import Parser, define
-from vit.run import files, machine
+from vit.config.arguments import Parser, define, launch
+from vit.run import files
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
 COUNTS = ("draws", "repeats", "splits", "trials")
@@ -77,7 +77,7 @@ def versions() -> dict[str, str]:
     return {package: metadata.version(package) for package in PACKAGES} | {
         "python": platform.python_version(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "host": f"{platform.machine()}, {machine.cores()} cores",
+        "host": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
     }
 
 

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from vit.run import machine
-
 
 class Program(NamedTuple):
     """A compiled function with its arguments."""
@@ -39,7 +37,7 @@ def hardware() -> str:
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return (
         f"{device.device_kind} ({jax.device_count()} devices), {platform.machine()},"
-        f" {machine.cores()} cores{load}, jax {jax.__version__}"
+        f" {len(os.sched_getaffinity(0))} cores{load}, jax {jax.__version__}"
     )
 
 

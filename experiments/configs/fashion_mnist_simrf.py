@@ -32,4 +32,4 @@ LENGTH = {"optim.warmup_steps": 450, "log_every": 14, "checkpoint_every": 140, "
 
 def get_config() -> Config:
     changes = {"model.variant": "B/2"} | DATA | PLAIN | LENGTH
-    return with_values(bundled.config("imagenet_simrf"), changes)
+    return with_values(bundled("imagenet_simrf"), changes)

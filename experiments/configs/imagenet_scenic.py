@@ -47,4 +47,4 @@ OPTIM = {"optim.loss": "sigmoid", "optim.weight_decay": 0.3, "optim.accumulate":
 
 
 def get_config() -> Config:
-    return with_values(bundled.config("imagenet"), MODEL | RATE | OPTIM)
+    return with_values(bundled("imagenet"), MODEL | RATE | OPTIM)

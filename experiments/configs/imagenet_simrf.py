@@ -37,4 +37,4 @@ OPTIM = {"optim.constant_steps": 0, "optim.weight_decay": 0.1, "optim.accumulate
 
 def get_config() -> Config:
     changes = MODEL | OPTIM | {"num_epochs": 300.0, "eval_every": 3_000}
-    return with_values(bundled.config("imagenet"), changes)
+    return with_values(bundled("imagenet"), changes)

@@ -25,4 +25,4 @@ from vit.config import Config, bundled, with_values
 
 def get_config() -> Config:
     changes = {"data.name": "inaturalist2021", "eval_every": 5_000}
-    return with_values(bundled.config("imagenet_simrf"), changes)
+    return with_values(bundled("imagenet_simrf"), changes)

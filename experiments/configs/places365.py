@@ -24,4 +24,4 @@ from vit.config import Config, bundled, with_values
 
 
 def get_config() -> Config:
-    return with_values(bundled.config("imagenet_simrf"), {"data.name": "places365"})
+    return with_values(bundled("imagenet_simrf"), {"data.name": "places365"})

@@ -51,4 +51,4 @@ OPTIM = {
 
 def get_config() -> Config:
     changes = MODEL | ATTENTION | DATA | RANDAUGMENT | OPTIM | {"eval_every": 2_500}
-    return with_values(bundled.config("imagenet"), changes)
+    return with_values(bundled("imagenet"), changes)

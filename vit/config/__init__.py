@@ -10,6 +10,7 @@ import dataclasses
 import json
 import operator
 import re
+import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from vit.run import files
 
 LARGEST = 2**31 - 1
 """Largest integer: seeds, steps and labels are int32 on the devices."""
+
+BUNDLED = Path(__file__).parents[2] / "experiments" / "configs"
 
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
@@ -411,11 +414,6 @@ def validate(config: Config) -> None:
             raise ValueError(
                 re.sub(r"config\.([\w.]+)", lambda x: f"{x[0]} ({flat[x[1]]!r})", message)
             )
-    if own.coupling == "softmax":
-        raise ValueError(
-            "config.attention.coupling='softmax' is no coupling: did you mean"
-            " config.attention.kind=softmax?"
-        )
     try:
         performer.calibration.parts(own.calibration)
         draw, head_dim = performer.couplings.get(own.coupling), config.model.size.head_dim
@@ -498,6 +496,37 @@ def parse(name: str, text: str, like: Any) -> Any:
         return words[text.lower()] if isinstance(like, bool) else type(like)(text)
     except (KeyError, ValueError):
         raise ValueError(f"config.{name}={text}: {allowed(name)}") from None
+
+
+def bundled_path(name: str) -> Path:
+    """Return the file of a bundled config, or the path of an existing file as it is.
+
+    They are found beside this package from any working directory, even one with its own
+    `experiments`.
+
+    Raises:
+        ValueError: for neither; the message lists the names.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    paths = {path.stem: path for path in sorted(BUNDLED.glob("[a-z]*.py"))}
+    if name not in paths:
+        raise ValueError(f"{unknown('config', name, paths)}; and no such file exists")
+    return paths[name]
+
+
+def bundled(name: str) -> Config:
+    """Return the config of a file; in "my_images:data/photos" the argument follows the colon.
+
+    Raises:
+        ValueError: as `bundled_path`, as the file, or if it returns no config.
+    """
+    stem, *argument = name.split(":", 1)
+    config = runpy.run_path(str(bundled_path(stem)))["get_config"](*argument)
+    if not isinstance(config, Config):
+        kind = type(config).__name__
+        raise ValueError(f"get_config() must return a vit.config.Config, it returned a {kind}")
+    return config
 
 
 def save(config: Config, path: Path) -> None:

@@ -1,31 +1,36 @@
 """Command line of a program: its flags, the fields of its config, and one-line errors.
 
-A program defines absl flags and, if it has a config, the flag `config` of ml_collections;
-`launch(main)` starts it. An unknown flag or value is an error.
+A program defines absl flags, of the parameters of a function by `define`, and, if it has a config,
+those of `define_config`; `launch(main)` starts it. An unknown flag or value is an error.
+
+The annotation of a parameter is int, float, bool, str, Path, a `Literal` of choices, one of these
+or None, or a `Sequence` of them, separated by commas. A parameter without a default is required;
+one before `/` is a positional word. Help texts are those of the docstring; `COMMON` has the texts
+of parameters that it leaves out.
 """
 
 import difflib
-import itertools
+import inspect
 import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten
+from performer.choices import unknown
+from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten, parse
 from vit.run.safety import lasting
 
 LIBRARIES = ("absl", "jax", "orbax", "tensorflow", "grain", "array_record", "etils", "tensorstore")
 """Packages whose own flags are accepted but not listed."""
 HEADING = "Fields of the config, each set by a flag:"
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of a shell (128 + SIGINT)."""
 
 
 def launch(main: Callable[[list[str]], object], *, words: bool = False) -> None:
@@ -48,7 +53,7 @@ def launch(main: Callable[[list[str]], object], *, words: bool = False) -> None:
             sys.exit(f"{type(error).__name__}: {error}")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            sys.exit(INTERRUPTED)
+            sys.exit(130)  # 128 + SIGINT, as of a shell
 
     app.run(guarded, flags_parser=partial(parse_flags, words=words))
 
@@ -61,7 +66,7 @@ def parse_flags(
 ) -> list[str]:
     """Parse flags as absl does; an error ends the program with one line.
 
-    `--help` prints all flags and the fields of the config. `--config=NAME` finds a bundled config.
+    `--help` prints all flags and the fields of the config.
 
     Args:
         argv: name of the program and its arguments.
@@ -75,18 +80,15 @@ def parse_flags(
     if {"-h", "--help"} & set(argv[1:]):
         print(help_text(values, argv[0]))
         sys.exit(0)
-    if "config" in values:
-        argv = [argv[0], *_with_path(argv[1:], values)]
     try:
         program, *rest = values(argv)
     except flags.UnrecognizedFlagError as error:
-        sys.exit(_unknown(error.flagname, values))
+        meant = nearest(error.flagname, values)
+        sys.exit(
+            f"unknown flag '--{error.flagname}'; did you mean {meant!r}? --help lists all flags"
+        )
     except flags.Error as error:
         sys.exit(_flag_error(str(error), values))
-    except Exception as error:  # a config file may raise anything
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(place.filename).name}, line {place.lineno}"
-        sys.exit(f"--config: {type(error).__name__}: {_one_line(str(error))} ({where})")
     if rest and not words:
         meant = f"did you mean {nearest(rest[0], values)!r}?" if "=" in rest[0] else "see --help"
         sys.exit(f"{rest[0]!r} is no flag: {meant}")
@@ -96,23 +98,49 @@ def parse_flags(
     return [program, *rest]
 
 
-def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Config:
-    """Return the config of the flag `--config`, overridden by the flags of its fields.
+class FieldParser(flags.ArgumentParser):
+    """Parser of a field of a config, for absl."""
+
+    def __init__(self, field: str, like: Any) -> None:
+        self.field, self.like = field, like
+
+    def parse(self, argument: Any) -> Any:
+        """Return the value of a text."""
+        return parse(self.field, argument, self.like)
+
+
+def define_config(help: str, values: flags.FlagValues = flags.FLAGS) -> None:
+    """Define the flag `config`, a bundled config or a file, and a flag for each field of it."""
+    flags.DEFINE_string("config", None, help, values)
+    for field, value in flatten(Config()).items():
+        if isinstance(value, bool):
+            flags.DEFINE_bool(f"config.{field}", None, "", values)
+        else:
+            flags.DEFINE(FieldParser(field, value), f"config.{field}", None, "", values)
+
+
+def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Config | None:
+    """Return the config of the flag `--config`, overridden by the flags of its fields; or None.
 
     The program ends without a valid config file.
 
     Raises:
-        ValueError: as `Config.overridden`.
+        ValueError: as `Config.overridden`, or for a field without `--config`.
     """
-    flag: Any = values["config"]
+    name, fields = values["config"].value, {field: values[f"config.{field}"] for field in TYPES}
+    given = {field: flag.value for field, flag in fields.items() if flag.present}
+    if name is None and given:
+        raise ValueError(f"--config.{next(iter(given))} is a field of a config: give --config=NAME")
+    if name is None:
+        return None
     try:
-        getattr(flag.value, "seed", None)  # an unreadable file raises only here
-    except OSError as error:
-        sys.exit(f"--config: {_one_line(str(error))}")
-    if not isinstance(flag.value, Config):
-        kind = type(flag.value).__name__
-        sys.exit(f"--config: get_config() must return a vit.config.Config, it returned a {kind}")
-    return flag.value.overridden(config_flags.get_override_values(flag))
+        config = bundled(name)
+    except Exception as error:  # a config file may raise anything
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f" ({Path(place.filename).name}, line {place.lineno})"
+        where = "" if isinstance(error, ValueError | OSError) else where
+        sys.exit(f"--config: {type(error).__name__}: {_one_line(str(error))}{where}")
+    return config.overridden(given)
 
 
 def nearest(argument: str, values: flags.FlagValues) -> str:
@@ -168,33 +196,6 @@ def _row(flag: str, text: str) -> list[str]:
     ]
 
 
-def _with_path(arguments: list[str], values: flags.FlagValues) -> list[str]:
-    """Return the arguments with the name of a bundled config replaced by its path.
-
-    An unknown field ends the program before the config file is run.
-    """
-    found = []
-    for before, argument in itertools.pairwise(["", *arguments]):
-        override = re.match(r"--?(?:no)?(config\.[^=]*)", argument)
-        if override and override[1].removeprefix("config.") not in TYPES:
-            sys.exit(_unknown(override[1], values))
-        flag = "" if before in ("-config", "--config") else "--?config="
-        given = re.fullmatch(f"({flag})([^:]*)(.*)", argument, re.DOTALL)
-        try:
-            found.append(f"{given[1]}{bundled.path(given[2])}{given[3]}" if given else argument)
-        except ValueError as error:
-            sys.exit(f"--config: {error}")
-    return found
-
-
-def _unknown(name: str, values: flags.FlagValues) -> str:
-    if name.startswith("config.") and name.removeprefix("config.") in TYPES:
-        return f"--{name} is a field of a config: give --config=NAME, too"
-    return (
-        f"unknown flag '--{name}'; did you mean {nearest(name, values)!r}? --help lists all flags"
-    )
-
-
 def _flag_error(message: str, values: flags.FlagValues) -> str:
     """Return absl's message as one line, with the allowed values of the flag or field."""
     given = re.match(r"flag --(config\.([\w.]+)=.*?): ", message, re.DOTALL)
@@ -202,11 +203,101 @@ def _flag_error(message: str, values: flags.FlagValues) -> str:
         return f"{_one_line(given[1])}: {allowed(given[2])}"
     if missing := re.match(r"flag --(\w+)=None: ", message):
         return f"--{missing[1]} is missing: {values[missing[1]].help}"
-    first, *between = message.strip().splitlines()  # a whole traceback for a config file
-    if "Error whilst parsing config file" in first:
-        first = "--config:"
-    return _one_line(" ".join([first, *between[-1:]]))
+    return _one_line(message)
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", Path: "path"}
+
+COMMON = {
+    "data_dir": "folder of data (experiments.prepare_data); scikit-learn's and synthetic if none",
+    "data_sets": "names of data sets; all if none",
+    "graphs": "names of generated graphs or files in data_dir/graphs; those of the paper if none",
+    "workdir": "folder of the run",
+    "parts": "parts of the experiment",
+    "points": "maximum number of training and test points of a data set",
+    "splits": "random splits of a data set",
+    "draws": "draws of the frequencies",
+    "repeats": "repetitions of each measurement",
+    "trials": "independent repetitions, each with its own walks",
+    "out": "folder of tables and figures",
+}
+"""Help texts of flags of several experiments."""
+
+
+def define(
+    main: Callable[..., Any],
+    quick: Mapping[str, Any] | None = None,
+    values: flags.FlagValues = flags.FLAGS,
+) -> list[inspect.Parameter]:
+    """Define a flag for each parameter that is no positional word, and return all parameters.
+
+    Args:
+        main: function to run.
+        quick: as in `experiments.common.launch.run`.
+        values: flags to add to.
+    """
+    help_texts = meanings(main)
+    parameters = list(inspect.signature(main, eval_str=True).parameters.values())
+    for p in parameters:
+        default: Any = None if p.default is p.empty else p.default
+        if p.annotation is bool:
+            flags.DEFINE_bool(p.name, default, help_texts[p.name], values)
+        elif p.kind is not p.POSITIONAL_ONLY:
+            parser: Any = Parser(p.annotation)
+            options = dict(serializer=parser, required=p.default is p.empty)
+            flags.DEFINE(parser, p.name, default, help_texts[p.name], values, **options)
+    if quick is not None:
+        small = " ".join(f"--{k}={Parser(str).serialize(v)}" for k, v in quick.items())
+        flags.DEFINE_bool("quick", False, f"a quick trial: {small}", values)
+    return parameters
+
+
+def given(main: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments of a function from the flags of `define`."""
+    return {name: flags.FLAGS[name].value for name in inspect.signature(main).parameters}
+
+
+class Parser(flags.ArgumentParser):
+    """Parser and serialiser of the values of an annotation, for absl."""
+
+    def __init__(self, annotation: Any) -> None:
+        if get_origin(annotation) in (types.UnionType, typing.Union):  # a kind or None
+            annotation = get_args(annotation)[0]
+        self.many = get_origin(annotation) is Sequence
+        self.kind = get_args(annotation)[0] if self.many else annotation
+
+    def parse(self, argument: Any) -> Any:
+        """Return the value of a text; a default is returned as it is."""
+        if not isinstance(argument, str):
+            return argument
+        if self.many:
+            return tuple(self._one(part.strip()) for part in argument.split(",") if part.strip())
+        return self._one(argument)
+
+    def _one(self, text: str) -> Any:
+        if get_origin(self.kind) is Literal:
+            if text not in get_args(self.kind):
+                raise ValueError(unknown("value", text, get_args(self.kind)))
+            return text
+        try:
+            if not text and self.kind is Path:  # would be the current folder
+                raise ValueError
+            return self.kind(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is no {KINDS[self.kind]}") from None
+
+    def serialize(self, value: Any) -> str:
+        """Return the value as typed on a command line."""
+        return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def meanings(main: Callable[..., Any]) -> dict[str, str]:
+    """Return the help text of each parameter from the docstring's "Args:", or from `COMMON`."""
+    section = (inspect.getdoc(main) or "").partition("\nArgs:\n")[2].split("\n\n")[0]
+    lines = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    texts = COMMON | {name: " ".join(text.split()).rstrip(".") for name, text in lines}
+    return {name: texts.get(name, "") for name in inspect.signature(main).parameters}

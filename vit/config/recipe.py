@@ -13,16 +13,14 @@ tenth of them warm-up. It is evaluated 20 times. A flag overrides any field; the
 derived from it: with fewer epochs the warm-up is shorter, too.
 """
 
-import contextlib
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit import data
 from vit.config import Attention, Config, Data, Model, Optim, check_fields, with_values
-from vit.config.cli import command
 from vit.data import augment
 
 EPOCHS, FEWEST_STEPS = 90, 600
@@ -119,11 +117,11 @@ def for_images(
 class Derived(Config):
     """Config from `for_data_set`; `overridden` derives it again, around the given fields."""
 
-    again: Callable[[dict[str, Any]], Config]
+    derive: Callable[[dict[str, Any]], Config]
 
     def overridden(self, values: dict[str, Any]) -> Config:
         """Return the config with these values and everything else derived from them."""
-        return self.again(values)
+        return self.derive(values)
 
 
 def for_data_set(where: str) -> Derived:
@@ -133,20 +131,18 @@ def for_data_set(where: str) -> Derived:
         where: folder of the data set, as "data/photos".
 
     Raises:
-        ValueError: when the folder is missing, is no prepared data set or has no split for
-            evaluation; or as `data.load`.
+        ValueError: when the folder is no prepared data set or has no split for evaluation; or as
+            `data.load`.
     """
-    if not where:
-        raise ValueError("give the folder of the data set, as in --config=my_images:data/photos")
     folder = Path(where)
-    if not folder.exists():
-        prepare = command("prepare", source="PICTURES", out=folder.parent, name=folder.name)
-        raise ValueError(f"{where} does not exist; make it from pictures by {prepare}")
     section = Data(name=folder.name, dir=str(folder.parent), batch_size=1, eval_split="train")
     try:
         splits = data.splits(section)
     except ValueError as error:
-        raise ValueError(f"{where} is no prepared data set: {error}") from error
+        raise ValueError(
+            f"--config=my_images:{where or 'data/photos'} gives the folder of a prepared data set:"
+            f" {error}"
+        ) from error
     evaluated = next((name for name in ("validation", "test") if name in splits), None)
     if evaluated is None or "train" not in splits:
         raise ValueError(
@@ -155,27 +151,16 @@ def for_data_set(where: str) -> Derived:
         )
     dataset = data.load(section)
     number = len(dataset.train)
-    records = (dataset.train[i] for i in range(0, number, max(1, number // SAMPLED)))
-    facts = number, dataset.num_classes, _typical_side(records), dataset.channels
+    pictures = (dataset.train[i]["image"] for i in range(0, number, max(1, number // SAMPLED)))
+    side = int(statistics.median(min(augment.open_image(x).size) for x in pictures))
     own = {"data.name": section.name, "data.dir": section.dir, "data.eval_split": evaluated}
 
-    def again(values: dict[str, Any]) -> Config:
-        return for_images(*facts, own | values)
+    def derive(values: dict[str, Any]) -> Config:
+        return for_images(number, dataset.num_classes, side, dataset.channels, own | values)
 
-    config = Derived(**vars(again({})))
-    config.again = again
+    config = Derived(**vars(derive({})))
+    config.derive = derive
     return config
-
-
-def _typical_side(records: Iterable[dict[str, Any]]) -> int:
-    """Return the median of the shorter sides of the readable pictures."""
-    sides = []
-    for record in records:
-        with contextlib.suppress(Exception):  # PIL raises many kinds for broken files
-            sides.append(min(augment.open_image(record["image"]).size))
-    if not sides:
-        raise ValueError("none of the sampled pictures can be read")
-    return int(statistics.median(sides))
 
 
 def _pixels(side: int) -> tuple[int, int]:

@@ -31,13 +31,15 @@ from vit import config
 from vit.config.cli import command
 from vit.data import augment
 from vit.data.sources import forms
-from vit.run import machine
 
 Batch = dict[str, Any]
 """Arrays by name, NumPy or JAX: those of the examples, and for evaluation `mask`."""
 
 THREADS = 16
 """Threads of each worker that read records: more than cores, since they wait for storage."""
+
+SHARED = Path("/dev/shm")
+"""Folder of shared memory on Linux."""
 
 # --- Records become arrays
 
@@ -236,19 +238,14 @@ def _from_tfds(data: config.Data) -> Dataset:
         ) from error
     sources = []
     for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
-        for name in (part.split("[")[0] for part in split.split("+")):
-            if name not in known:
-                raise ValueError(
-                    f"config.data.{field}={split!r} is no split of {data.name!r};"
-                    f" choices: {', '.join(known)}"
-                )
         try:
             source = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
             len(source)
         except Exception as error:  # TFDS raises many kinds for what stands in brackets
             raise ValueError(
-                f"config.data.{field}={split!r} is no part of {data.name!r}, as 'train[:500]' or"
-                f" 'train[90%:]' would be: {str(error).splitlines()[-1]}"
+                f"config.data.{field}={split!r} is no split of {data.name!r}, or part of one, as"
+                f" 'train[:500]' or 'train[90%:]'; choices: {', '.join(known)}"
+                f" ({str(error).splitlines()[-1]})"
             ) from error
         sources.append(source)
     return Dataset(*sources, class_names=class_names, channels=channels)
@@ -256,29 +253,20 @@ def _from_tfds(data: config.Data) -> Dataset:
 
 def _check_named(data: config.Data) -> None:
     """Raise ValueError if the folder has no data set of that name, with those that it has."""
-    root, given = epath.Path(data.dir), f"config.data.dir={data.dir!r}"
+    root = epath.Path(data.dir)
     names = _names(root) if data.dir else []
     if data.name in names:
         return
-    if data.dir and not root.exists():
-        raise ValueError(f"{given} does not exist")
     for folder in (root / data.name, root) if data.dir else ():
         if folder.is_dir() and (form := forms.find(Path(folder))):
             prepare = command("prepare", source=folder, out="data")
             raise ValueError(
                 f"{folder} holds raw pictures ({form[0]}): make a data set of them by {prepare}"
             )
-    if root.name in _names(root.parent):
-        raise ValueError(
-            f"{given} is a data set itself: give --config.data.dir={root.parent}"
-            f" --config.data.name={root.name}"
-        )
-    if data.dir and not names:
-        prepare = command("prepare", source="FOLDER", out=data.dir)
-        raise ValueError(f"{given} holds no data set; make one of pictures by {prepare}")
+    prepare = command("prepare", source="FOLDER", out=data.dir or "data")
     raise ValueError(
-        f"{unknown('config.data.name', data.name, ['digits', *names])} (in {given};"
-        " vit.prepare makes a data set of raw pictures)"
+        f"{unknown('config.data.name', data.name, ['digits', *names])} (those in"
+        f" config.data.dir={data.dir!r}; make a data set of pictures by {prepare})"
     )
 
 
@@ -325,12 +313,11 @@ def train_batches(
         ValueError: if the processes do not divide the batch; and while reading, if a record cannot
             be decoded, or its label is none of the data set's classes.
     """
-    size = _local_size(data, processes)
+    size = data.batch_size // processes
     batch = _training(dataset, data, seed, size, threads)
     places = grain.MapDataset.range(start * processes + process, sys.maxsize, processes)
     read = places.map(batch).to_iter_dataset(_read_ahead(threads))
-    workers = machine.workers(data.num_workers, batch_bytes(dataset, data, processes))
-    if workers:
+    if workers := num_workers(data.num_workers, batch_bytes(dataset, data, processes)):
         options = grain.MultiprocessingOptions(num_workers=workers)
         read = read.mp_prefetch(options, _start_worker)
     return read
@@ -356,25 +343,34 @@ def eval_batches(
     Raises:
         ValueError: as `train_batches`.
     """
-    batch = _evaluation(dataset, data, _local_size(data, processes), threads)
+    batch = _evaluation(dataset, data, data.batch_size // processes, threads)
     end = math.ceil(len(dataset.evaluation) / data.batch_size) * processes
     places = grain.MapDataset.range(process, end, processes)
     return iter(places.map(batch).to_iter_dataset(_read_ahead(threads)))
 
 
+def num_workers(requested: int, batch_bytes: int, folder: Path = SHARED) -> int:
+    """Return the number of workers of this host for `config.data.num_workers`.
+
+    It is at most the number whose batches fit into the shared memory, two of each: otherwise the
+    kernel kills a worker (SIGBUS) in the middle of a run.
+
+    Args:
+        requested: number of workers; -1 for one per core but one.
+        batch_bytes: size of a batch of this host.
+        folder: folder of the shared memory.
+    """
+    number = len(os.sched_getaffinity(0)) - 1 if requested < 0 else requested
+    if not number or not folder.is_dir():
+        return number
+    there = os.statvfs(folder)
+    return min(number, there.f_bavail * there.f_frsize // (2 * batch_bytes))
+
+
 def batch_bytes(dataset: Dataset, data: config.Data, processes: int = 1) -> int:
     """Return the bytes of a batch of one of so many processes."""
     example = dataset.blank(data, dataset).values()
-    return _local_size(data, processes) * sum(np.asarray(x).nbytes for x in example)
-
-
-def _local_size(data: config.Data, processes: int) -> int:
-    if data.batch_size % processes:
-        raise ValueError(
-            f"config.data.batch_size={data.batch_size} is not divisible by the {processes}"
-            " processes"
-        )
-    return data.batch_size // processes
+    return data.batch_size // processes * sum(np.asarray(x).nbytes for x in example)
 
 
 def _training(

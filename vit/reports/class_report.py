@@ -21,9 +21,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from vit.data import Batch
-from vit.model import ViT
+from vit.model import ViT, classification
 from vit.model.classification import label_rank
-from vit.reports import metrics, report
+from vit.reports import report
+from vit.run import runs
+from vit.task import of_folder
 
 
 class Tally(NamedTuple):
@@ -68,42 +70,41 @@ def tally(model: ViT, batches: Iterable[Batch], num_classes: int) -> Tally:
     return Tally(confusion, top5)
 
 
-def rows(counted: Tally, names: Sequence[str]) -> list[metrics.Record]:
-    """Return one record for each class; accuracies are NaN for a class without images."""
-    images = counted.confusion.sum(axis=1)
+def write(counted: Tally, names: Sequence[str], folder: Path, worst: int = 10) -> str:
+    """Write `classes.csv`, `classes.md` and `confusion.csv`; accuracies are NaN without images.
+
+    Returns:
+        Overall accuracies and the classes with the lowest top-1 accuracy, as text.
+    """
+    confusion, top5 = counted
+    images, right = confusion.sum(axis=1), np.diag(confusion)
     with np.errstate(invalid="ignore"):
-        top1, top5 = np.diag(counted.confusion) / images, counted.top5 / images
-    columns = range(len(names)), names, images.tolist(), top1.tolist(), top5.tolist()
+        columns = [x.tolist() for x in (images, right / images, top5 / images)]
     head = ("class", "name", "images", "top-1", "top-5")
-    return [dict(zip(head, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def write(counted: Tally, names: Sequence[str], folder: Path) -> list[metrics.Record]:
-    """Write `classes.csv`, `classes.md` and `confusion.csv`; return the rows of the first."""
-    records = rows(counted, names)
-    report.table(records, folder / "classes")
-    lines = zip(names, counted.confusion.tolist(), strict=True)
-    report.write_csv(
-        folder / "confusion.csv",
-        [["true \\ predicted", *names], *([name, *counts] for name, counts in lines)],
+    rows = list(zip(range(len(names)), names, *columns, strict=True))
+    report.table([dict(zip(head, row, strict=True)) for row in rows], folder / "classes")
+    lines = ([name, *counts] for name, counts in zip(names, confusion.tolist(), strict=True))
+    report.write_csv(folder / "confusion.csv", [["true \\ predicted", *names], *lines])
+    text = (
+        f"top-1 {right.sum() / images.sum():.4f}, top-5 {top5.sum() / images.sum():.4f}"
+        f" of {images.sum()} images; the classes with the lowest top-1 accuracy:"
     )
-    return records
+    wrong = confusion - np.diag(right)
+    seen = sorted((row for row in rows if row[2]), key=lambda row: row[3])
+    for number, name, count, *shares in seen[:worst]:
+        taken_for = f"; most often taken for {names[int(np.argmax(wrong[number]))]}"
+        text += f"\n  {number:5d} {name}: top-1 {shares[0]:.4f}, top-5 {shares[1]:.4f} of {count}"
+        text += taken_for * bool(wrong[number].any())
+    return text
 
 
-def summary(counted: Tally, records: Sequence[metrics.Record], worst: int = 10) -> str:
-    """Return overall accuracies and the classes with the lowest top-1 accuracy, as text."""
-    images = counted.confusion.sum()
-    lines = [
-        f"top-1 {np.trace(counted.confusion) / images:.4f},"
-        f" top-5 {counted.top5.sum() / images:.4f} of {images} images;"
-        " the classes with the lowest top-1 accuracy:"
-    ]
-    wrong = counted.confusion - np.diag(np.diag(counted.confusion))
-    for r in sorted((r for r in records if r["images"]), key=lambda r: r["top-1"])[:worst]:
-        row = wrong[r["class"]]
-        taken_for = f"; most often taken for {records[int(np.argmax(row))]['name']}"
-        lines.append(
-            f"  {r['class']:5d} {r['name']}: top-1 {r['top-1']:.4f}, top-5 {r['top-5']:.4f}"
-            f" of {r['images']}{taken_for * bool(row.any())}"
-        )
-    return "\n".join(lines)
+def report_classes(workdir: Path, step: int | str | None = None) -> str:
+    """Write the files for a run into its folder; return the text of `write`.
+
+    Raises:
+        ValueError: as `runs.restore`, or for a run of another task.
+    """
+    of_folder(workdir, classification.NAME)
+    run = runs.restore(workdir, step=step)
+    counted = tally(run.model(), run.batches(), run.dataset.num_classes)
+    return write(counted, run.dataset.class_names, workdir)

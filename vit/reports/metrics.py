@@ -1,12 +1,12 @@
-"""Metrics: the log `metrics.jsonl`, the progress bar and the learning curve."""
+"""Metrics: the log `metrics.jsonl` and the learning curve."""
 
+import contextlib
 import json
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vit.reports import report
 from vit.run import files
@@ -40,11 +40,8 @@ def best(log: Path, steps: Container[int]) -> int | None:
 
 def keep_up_to(path: Path, step: int) -> list[Record]:
     """Drop damaged lines and the records after `step`, which a resumed run will write again."""
-    kept = [line for line in _lines(path, report_damage=True) if line["step"] <= step]
+    kept = [line for line in _lines(path) if line["step"] <= step]
     files.write(path, "".join(json.dumps(line) + "\n" for line in kept))
-    last = kept[-1]["step"] if kept else 0
-    if last < step:
-        print(f"{path} ends at step {last}, the checkpoint is of step {step}: records are missing")
     return _merged(kept)
 
 
@@ -55,32 +52,15 @@ def _merged(lines: list[Record]) -> list[Record]:
     return list(records.values())
 
 
-def _lines(path: Path, *, report_damage: bool = False) -> list[Record]:
-    """Return the readable lines; print the numbers of the others, except a last one cut off."""
+def _lines(path: Path) -> list[Record]:
+    """Return the readable lines; a kill may have cut one off."""
     records = []
-    lines = files.read(path).splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
+    for line in files.read(path).splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
             record = json.loads(line)
-            if not isinstance(record["step"], int):
-                raise TypeError(record)
-            records.append(record)
-        except (ValueError, TypeError, LookupError):
-            if report_damage and line.endswith("\n"):  # else the process was killed while it wrote
-                print(f"{path}: line {number} is damaged and left out: {line}", end="")
+            is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
+            records += [record] * is_record
     return records
-
-
-def progress_bar() -> Progress:
-    """Return a progress bar with steps, `status` and the time left."""
-    return Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
 
 
 def plot_learning_curve(log: Path, png: Path) -> None:

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from vit.reports import metrics
-from vit.run import hosts
+from vit.run import devices
 
 KEEP = 2
 """Number of newest checkpoints that are kept."""
@@ -186,7 +186,7 @@ def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[i
     """
     failures: list[str] = []
     check_path(workdir)
-    chosen = json.loads(hosts.gathered(json.dumps(chosen_steps(workdir, step)))[0])
+    chosen = json.loads(devices.gathered(json.dumps(chosen_steps(workdir, step)))[0])
     for number in reversed(chosen):
         folder = workdir / "checkpoints" / str(number)
         loaded, reason = {}, ""
@@ -194,7 +194,7 @@ def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[i
             loaded = ocp.load_checkpointables(str(folder.resolve()), {"state": state})
         except Exception as error:  # Orbax, TensorStore and JSON raise many kinds
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        reasons = hosts.failures(reason)
+        reasons = devices.failures(reason)
         if not reasons:
             for failure in failures:
                 print(f"{failure}; going back to step {number}")

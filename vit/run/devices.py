@@ -6,16 +6,16 @@ gathers the parameters of each layer when needed (fully sharded data parallelism
 2020). Each host runs one process of the same program.
 """
 
+import json
 import os
-import re
 import resource
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from absl import flags
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit.config import Config
@@ -55,42 +55,11 @@ PEAK = {
 """Peaks by prefix of `device_kind`."""
 
 
-def initialize(
-    coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
-) -> None:
-    """Join the processes of a run, before anything else uses a device.
-
-    TPU pods, Slurm and Open MPI need no arguments.
-
-    Args:
-        coordinator: "host:port" of process 0.
-        num_processes: number of processes.
-        process_id: number of this process, from 0.
-
-    Raises:
-        ValueError: when only some of the three are given, or they are invalid.
-    """
-    given = (coordinator, num_processes, process_id)
-    is_whole = re.fullmatch(r".+:[0-9]{1,5}", coordinator or "")
-    if given != (None, None, None) and not (is_whole and process_id in range(num_processes or 0)):
-        raise ValueError(
-            f"--coordinator={coordinator} --num_processes={num_processes}"
-            f" --process_id={process_id}: give all three, or none on a cluster (TPU pods, Slurm,"
-            " Open MPI); the coordinator is HOST:PORT, processes are numbered from 0"
-        )
-    try:
-        jax.distributed.initialize(*given)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"--distributed found no cluster ({error}); give --coordinator=HOST:PORT,"
-            " --num_processes and --process_id"
-        ) from error
-
-
 def define_flags() -> Callable[[], None]:
     """Define the flags of runs with several processes; return the function that joins them.
 
-    It raises ValueError as `initialize`, or without these flags as `check_alone`.
+    TPU pods, Slurm and Open MPI need --distributed alone. It raises ValueError as
+    `jax.distributed.initialize`, or without these flags as `check_alone`.
     """
     distributed = flags.DEFINE_bool("distributed", False, "run as one of several processes")
     coordinator = flags.DEFINE_string("coordinator", None, "host:port of process 0")
@@ -99,10 +68,15 @@ def define_flags() -> Callable[[], None]:
 
     def join() -> None:
         processes = coordinator.value, num_processes.value, process_id.value
-        if distributed.value or processes != (None, None, None):
-            initialize(*processes)
-        else:
-            check_alone("; or start it on every worker, with --distributed")
+        if not distributed.value and processes == (None, None, None):
+            return check_alone("; or start it on every worker, with --distributed")
+        try:
+            jax.distributed.initialize(*processes)
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"{error}: give --coordinator=HOST:PORT, --num_processes and --process_id, or"
+                " --distributed alone on a cluster (TPU pods, Slurm, Open MPI)"
+            ) from error
 
     return join
 
@@ -120,6 +94,48 @@ def check_alone(otherwise: str = "") -> None:
         )
 
 
+def agree(value: bool) -> bool:
+    """Return the value of process 0."""
+    if jax.process_count() == 1:
+        return value
+    return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
+
+
+def gathered(text: str) -> list[str]:
+    """Return the text of every process; all of them must call this."""
+    if jax.process_count() == 1:
+        return [text]
+    content = np.frombuffer(text.encode(errors="replace"), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(len(content)))
+    padded = np.pad(content, (0, 1 + int(lengths.max()) - len(content)))
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
+
+
+def failures(reason: str) -> list[str]:
+    """Return the reasons of all processes that failed; "" stands for success."""
+    one = jax.process_count() == 1
+    reasons = enumerate(gathered(reason))
+    return [text if one else f"process {number}: {text}" for number, text in reasons if text]
+
+
+def check_same(values: dict[str, Any]) -> None:
+    """Raise ValueError in all processes unless they have the same values (of JSON types)."""
+    first, *others = map(json.loads, gathered(json.dumps(values)))
+    different = [
+        f"process {number}, with {name}: {other.get(name)!r:.200}, and process 0 with {name}:"
+        f" {value!r:.200}"
+        for number, other in enumerate(others, 1)
+        for name, value in first.items()
+        if other.get(name) != value
+    ]
+    if different:
+        raise ValueError(
+            "the processes were not started with the same command, data or packages:\n  "
+            + "\n  ".join(different)
+        )
+
+
 def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     """Return the mesh (data, fsdp, seq) of all devices, or of those given.
 
@@ -127,22 +143,17 @@ def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
         ValueError: when the number of devices does not fit `fsdp`, `seq` or the batch size.
     """
     devices = jax.devices() if devices is None else devices
-    seq, parts = config.seq, config.optim.accumulate
+    seq, parts, there = config.seq, config.optim.accumulate, f"the {len(devices)} devices"
     if (jax.local_device_count() % seq and jax.process_count() > 1) or len(devices) % seq:
-        raise ValueError(
-            f"config.seq={seq} does not divide the {len(devices)} devices, or those of a process"
-        )
+        raise ValueError(f"config.seq={seq} does not divide {there}, or those of a process")
     count = len(devices) // seq
+    there += f" / config.seq={seq}" * (seq > 1)
     if count % config.fsdp:
-        over = f" / config.seq={seq}" * (seq > 1)
-        raise ValueError(
-            f"config.fsdp={config.fsdp} does not divide the {len(devices)} devices{over}"
-        )
+        raise ValueError(f"config.fsdp={config.fsdp} does not divide {there}")
     if config.data.batch_size % (count * parts):
-        times = f" times config.optim.accumulate={parts}" if parts > 1 else ""
+        times = f" times config.optim.accumulate={parts}" * (parts > 1)
         raise ValueError(
-            f"config.data.batch_size={config.data.batch_size} is not divisible by the"
-            f" {len(devices)} devices{f' / config.seq={seq}' * (seq > 1)}{times}"
+            f"config.data.batch_size={config.data.batch_size} is not divisible by {there}{times}"
         )
     shape = (count // config.fsdp, config.fsdp, seq)
     return jax.make_mesh(shape, ("data", "fsdp", "seq"), (AxisType.Auto,) * 3, devices=devices)
@@ -183,8 +194,7 @@ def memory() -> dict[str, float]:
     gib = 2.0**30
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
     return ({"device_memory_gib": max(peaks) / gib} if peaks else {}) | {"memory_gib": host / gib}
 
 

@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +21,7 @@ from vit import config as configs
 from vit import data
 from vit.model import classification
 from vit.reports import metrics
-from vit.run import checkpoint, devices, files, hosts, optim, steps
+from vit.run import checkpoint, devices, files, optim, steps
 from vit.run.steps import Program, build, evaluated_model
 from vit.task import SUBJECTS, Task, of_folder
 
@@ -161,12 +160,7 @@ def eval_batches(dataset: data.Dataset, config: configs.Config, mesh: Mesh) -> I
 
 def evaluation_examples(dataset: data.Dataset, config: configs.Config, number: int) -> data.Batch:
     """Return the first examples of the evaluation split as one batch."""
-    rows = (
-        {name: x[i] for name, x in batch.items()}
-        for batch in data.eval_batches(dataset, config.data)
-        for i in np.flatnonzero(batch["mask"])
-    )
-    return jax.tree.map(lambda *x: np.stack(x), *itertools.islice(rows, number))
+    return next(_batches_of(dataset.evaluation, range(number), dataset, config, number))
 
 
 def training_examples(run: Restored, number: int) -> Iterator[data.Batch]:
@@ -174,29 +168,17 @@ def training_examples(run: Restored, number: int) -> Iterator[data.Batch]:
     train = run.dataset.train
     number = min(number, len(train))
     size = min(number, run.config.data.batch_size)
-    chosen = [train[i * (len(train) // number)] for i in range(number // size * size)]
-    sizes = dataclasses.replace(run.config.data, batch_size=size)
-    yield from data.eval_batches(run.dataset._replace(evaluation=chosen), sizes)
+    chosen = range(0, number // size * size * (len(train) // number), len(train) // number)
+    yield from _batches_of(train, chosen, run.dataset, run.config, size)
 
 
-def evaluated_on(run: Restored, number: int) -> Restored:
-    """Return the run with the first examples of its evaluation split; all of them for 0."""
-    split = run.dataset.evaluation
-    if not number:
-        return run
-    first = [split[i] for i in range(min(number, len(split)))]
-    return run._replace(dataset=run.dataset._replace(evaluation=first))
-
-
-def check_same(workdir: Path, config: configs.Config) -> None:
-    """Raise ValueError when the folder contains a run of another config."""
-    path = workdir / "config.json"
-    different = configs.differences(configs.load(path), config) if path.exists() else []
-    if different:
-        raise ValueError(
-            f"{workdir} holds a run with another config; choose another --workdir, or the run's"
-            " own config:\n  " + "\n  ".join(different)
-        )
+def _batches_of(
+    records: Sequence[Any], chosen: range, dataset: data.Dataset, config: configs.Config, size: int
+) -> Iterator[data.Batch]:
+    """Return the chosen records in batches of the size, or of their number if that is smaller."""
+    few = [records[i] for i in chosen if i < len(records)]
+    sizes = dataclasses.replace(config.data, batch_size=min(size, len(few)))
+    return data.eval_batches(dataset._replace(evaluation=few), sizes)
 
 
 def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Task) -> None:
@@ -207,18 +189,19 @@ def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Ta
     Raises:
         ValueError: when the folder contains a run with another config or other data.
     """
-    check_same(workdir, config)
-    old, new = of_folder(workdir, task.name), description(dataset, task)
-    for name, now in new.items():
-        before = old.get(name, now)
-        if name not in ("command", "versions") and before != now:
-            raise ValueError(
-                f"{workdir} holds another run: {name} was {str(before)[:200]}, and is"
-                f" {str(now)[:200]}; choose another --workdir, or the run's own data"
-            )
+    path, new = workdir / "config.json", description(dataset, task)
+    different = configs.differences(configs.load(path), config) if path.exists() else []
+    for name, before in of_folder(workdir, task.name).items():
+        if name not in ("command", "versions") and before != new.get(name, before):
+            different.append(f"{name}: {str(before)[:200]} -> {str(new[name])[:200]}")
+    if different:
+        raise ValueError(
+            f"{workdir} holds another run; choose another --workdir, or the run's own config and"
+            " data:\n  " + "\n  ".join(different)
+        )
     workdir.mkdir(parents=True, exist_ok=True)
     files.note(workdir / "task.json", new)
-    configs.save(config, workdir / "config.json")
+    configs.save(config, path)
 
 
 def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
@@ -269,7 +252,7 @@ def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
     Raises:
         ValueError: when no checkpoint can be read, or their folder is missing beside a log.
     """
-    if not hosts.agree(bool(checkpoint.found(workdir))):
+    if not devices.agree(bool(checkpoint.found(workdir))):
         step, folder = last_step(workdir / "metrics.jsonl"), workdir / "checkpoints"
         if step and not folder.exists():
             raise ValueError(

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import io
 import itertools
-import os
 import shutil
 import signal
 import sys
@@ -30,12 +29,10 @@ _CALLS = itertools.count()  # over all runs of a process: the numbers must never
 
 def check_vacant(folder: Path, flag: str) -> None:
     """Raise ValueError, which names the flag, unless the folder is empty or missing."""
-    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if names:
-        reason = "holds a run already" if names & {"config.json", "checkpoints"} else "is not empty"
+    if folder.exists() and any(folder.iterdir()):
+        is_run = any((folder / name).exists() for name in ("config.json", "checkpoints"))
+        reason = "holds a run already" if is_run else "is not empty"
         raise ValueError(f"{folder} {reason}; choose another {flag}")
-    if os.path.ismount(folder):
-        raise ValueError(f"{folder} is a mount point; choose a folder inside as {flag}")
 
 
 @contextlib.contextmanager

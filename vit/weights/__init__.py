@@ -1,12 +1,27 @@
-"""Published encoders: the readers of their files, and what their parameters are called.
+"""Published encoders: files of weights and the JSON beside them.
 
-A file .safetensors is that of transformers (`hugging_face`) or of timm; .npz is `google`.
+A file .safetensors is that of transformers (`hugging_face`) or of timm; .npz is `google`. Nothing
+here runs what a file contains: pickles (.bin, .pth, .pt) are refused.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
-from vit.weights import files, google, hugging_face, timm
-from vit.weights.encoder import Encoder
+import numpy as np
+import safetensors
+
+from vit.weights import google, hugging_face, timm
+from vit.weights.encoder import Encoder, as_float32, left_out
+
+PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
+
+CONVERT = (
+    "import torch; from safetensors.torch import save_file;"
+    " w = torch.load({!r}, weights_only=True);"
+    " save_file({{k: v.contiguous() for k, v in w.get('model', w).items()}}, 'model.safetensors')"
+)
+"""Python that makes a file of safetensors of a trusted pickle."""
 
 
 def read(path: Path) -> Encoder:
@@ -22,9 +37,19 @@ def read(path: Path) -> Encoder:
     """
     if path.suffix == ".npz":
         return google.read(path)
-    files.check_form(path)
-    config = files.beside(path, "config.json")
-    preprocessor = files.beside(path, "preprocessor_config.json")
+    if path.suffix in PICKLES:
+        raise ValueError(
+            f"{path} is a pickle, which can run programs when it is read, and is refused. Use the"
+            " model.safetensors that is published beside it, or convert it, with torch installed:"
+            f'\n  python -c "{CONVERT.format(path.name)}"'
+        )
+    if path.suffix != ".safetensors" or "-of-" in path.stem:
+        raise ValueError(
+            f"{path} is not read: give a file .safetensors, or .npz of google-research. Parts are"
+            f" joined by transformers, AutoModel.from_pretrained({str(path.parent)!r})"
+            ".save_pretrained(OUT, max_shard_size='100GB')"
+        )
+    config, preprocessor = (_beside(path, x) for x in ("config.json", "preprocessor_config.json"))
     if "model_type" not in config and "architecture" not in config:
         raise ValueError(
             f"{path.parent / 'config.json'} must name the network, for arrays alone do not, by its"
@@ -34,10 +59,28 @@ def read(path: Path) -> Encoder:
             ' "token", "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}'
         )
     library = hugging_face if "model_type" in config else timm
-    arrays, lines = files.read(path, library.wanted)
     try:
-        encoder = library.read(arrays, config, preprocessor)
+        with safetensors.safe_open(path, framework="flax") as file:
+            names = sorted(file.keys())
+            arrays = {name: np.asarray(file.get_tensor(name)) for name in library.wanted(names)}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read as a file of safetensors: {error}") from error
+    lines = left_out(names, arrays, ".", 2)
+    try:
+        encoder = library.read(as_float32(arrays), config, preprocessor)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         message = error if isinstance(error, ValueError) else f"the JSON beside it: {error!r}"
         raise ValueError(f"{path}: {message}") from error
     return encoder._replace(lines=[*encoder.lines, *lines])
+
+
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file of the same folder; empty if there is none."""
+    place = path.parent / name
+    try:
+        found = json.loads(place.read_bytes()) if place.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{place} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{place} is no JSON object")
+    return found

@@ -12,7 +12,8 @@ pictures, and the sizes, which are read from the shapes. The layouts of PyTorch'
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,7 +21,9 @@ import numpy as np
 
 from vit.config import SIZES, Size
 from vit.weights import transfer
-from vit.weights.files import Arrays
+
+Arrays = dict[str, np.ndarray]
+"""float32, by name."""
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5,) * 3, (0.5,) * 3
@@ -66,6 +69,34 @@ class Encoder(NamedTuple):
     metadata: Metadata
     lines: list[str]
     """Report to print."""
+
+
+def left_out(names: list[str], read: Collection[str], separator: str, parts: int) -> list[str]:
+    """Return a line for each group of arrays that are not read, named by its first parts."""
+    groups = (separator.join(x.split(separator)[:parts]) for x in names if x not in read)
+    return [f"{group}: {count} arrays left out" for group, count in Counter(groups).items()]
+
+
+def as_float32(arrays: Arrays) -> Arrays:
+    """Return the arrays in float32; they may be float16, float64 and bfloat16.
+
+    NumPy stores bfloat16 as two bytes without a type.
+
+    Raises:
+        ValueError: if arrays are not finite or of another type; all are listed.
+    """
+    found, bad = {}, []
+    for name, array in arrays.items():
+        array = array.view(jnp.bfloat16) if array.dtype == "V2" else array
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            bad.append(f"{name}: of type {array.dtype}")
+            continue
+        with np.errstate(over="ignore"):  # a float64 too large becomes inf, which is refused
+            found[name] = array.astype(np.float32)
+        bad += [] if np.isfinite(found[name]).all() else [f"{name}: not finite"]
+    if bad:
+        raise ValueError("arrays that are no weights:\n  " + "\n  ".join(bad))
+    return found
 
 
 def from_pytorch(arrays: Arrays, names: Mapping[str, str], metadata: Metadata) -> Encoder:

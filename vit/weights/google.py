@@ -22,8 +22,17 @@ from pathlib import Path
 
 import numpy as np
 
-from vit.weights.encoder import HALF, Encoder, Metadata, built, check_places, put
-from vit.weights.files import Arrays, as_float32, left_out
+from vit.weights.encoder import (
+    HALF,
+    Arrays,
+    Encoder,
+    Metadata,
+    as_float32,
+    built,
+    check_places,
+    left_out,
+    put,
+)
 
 ORIGIN = "google-research's ViT"
 PREFIXES = ("", "params/", "opt/target/")
@@ -71,7 +80,7 @@ def read(path: Path) -> Encoder:
         raise ValueError(f"{path} holds no ViT: there is no embedding/kernel in it")
     lines = left_out(names, [prefixes[0] + name for name in arrays], "/", 1)
     try:
-        encoder = _encoder(renamed(as_float32(arrays, path)))
+        encoder = _encoder(renamed(as_float32(arrays)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return encoder._replace(lines=[*encoder.lines, *lines])

@@ -10,8 +10,7 @@ contains only values that differ from the defaults of the class in transformers.
 import re
 from typing import Any
 
-from vit.weights.encoder import HALF, IMAGENET, Encoder, Metadata, from_pytorch, side
-from vit.weights.files import Arrays
+from vit.weights.encoder import HALF, IMAGENET, Arrays, Encoder, Metadata, from_pytorch, side
 
 BLOCK = {
     **{f"attention.attention.{x}": f"attention/{x}" for x in ("query", "key", "value")},

@@ -9,8 +9,7 @@ import math
 import re
 from typing import Any
 
-from vit.weights.encoder import Encoder, Metadata, from_pytorch, side
-from vit.weights.files import Arrays
+from vit.weights.encoder import Arrays, Encoder, Metadata, from_pytorch, side
 
 BLOCK = {
     "norm1": "attention_norm",

@@ -19,8 +19,8 @@ The optimiser and the random streams begin anew; width and depth must be the sam
 not need the other one any more.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +35,6 @@ from vit import config as configs
 from vit import data, use
 from vit.run import checkpoint, files, runs, safety
 from vit.task import Model, Task, of_folder, random_streams
-
-Fill = Callable[[Model, Task, data.Dataset], list[str]]
-"""Function that puts parameters into a model, and returns a report in lines."""
-
 
 Resample = Callable[[Any, int], Any]
 """(positions of a square grid, new side) -> new positions."""
@@ -91,9 +87,9 @@ def init_from(
     if (workdir / "config.json").exists():
         if origin.get("init_from") == place:
             return []
-        begun = f"from {origin['init_from']}" if origin else "without --init_from"
+        start = f"from {origin['init_from']}" if origin else "without --init_from"
         raise ValueError(
-            f"{workdir} holds a run that was begun {begun}, not from {place}; take another"
+            f"{workdir} holds a run that was begun {start}, not from {place}; take another"
             " --workdir, or resume the run by the same command without --init_from"
         )
     if jax.process_count() > 1:
@@ -116,26 +112,25 @@ def init_from(
             f" {new.variant!r}, {new.size}: take the same numbers (any patch size may follow the"
             " variant's slash)"
         )
-    fill = partial(take, source, trained, config=config)
     origin = {"init_from": place, "step": trained.step}
-    return start(config, workdir, fill, origin, dataset, task)
+    with begun(config, workdir, origin, dataset, task) as (model, task, dataset):
+        return take(source, trained, model, task, dataset, config=config)
 
 
-def start(
+@contextlib.contextmanager
+def begun(
     config: configs.Config,
     workdir: Path,
-    fill: Fill,
     origin: Mapping[str, Any],
     dataset: data.Dataset | None = None,
     task: Task | None = None,
-) -> list[str]:
-    """Make a run at step 0 with the parameters that `fill` puts into the model.
+) -> Iterator[tuple[Model, Task, data.Dataset]]:
+    """Yield a new model, its task and data set; after the block they are a run at step 0.
 
     Args:
         config: config of the new run.
         workdir: folder of the new run. It appears in one piece; after a kill the same call begins
-            anew.
-        fill: function whose report is returned; if it raises, nothing stays.
+            anew. If the block raises, nothing is written.
         origin: noted in the folder.
         dataset: data set of the new run, as `runs.subject`.
         task: task of the new run, as `runs.subject`.
@@ -150,11 +145,10 @@ def start(
     dataset, task = runs.subject(config, dataset, task)
     runs.rate(config, dataset)
     model = task.create(config, rngs=random_streams(config.seed))
-    report = fill(model, task, dataset)
+    yield model, task, dataset
     with safety.appearing(workdir, "--workdir") as folder:
         files.note(folder / ORIGIN, dict(origin))
         runs.begin(folder, model, config, dataset, task)
-    return report
 
 
 def parameters(model: Model) -> dict[str, nnx.Variable]:

@@ -7,7 +7,6 @@ arrays `images` (n, height, width[, 1 or 3]) and `labels` (n,) of integers or te
 
 import gzip
 import io
-import math
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,19 +55,13 @@ def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
     Raises:
         ValueError: if the file has another format, is damaged or empty.
     """
-    with reading(path, "", EOFError, zlib.error):
+    with reading(path, "", EOFError, zlib.error, ValueError):
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
-    start = 4 + 4 * num_dimensions
-    if len(content) < start or content[:4] != bytes([0, 0, 8, num_dimensions]):
-        raise ValueError(f"{path} is no IDX file of {num_dimensions} dimensions of bytes")
-    sizes = np.frombuffer(content[4:start], ">u4").tolist()
-    if not 0 < math.prod(sizes) == len(content) - start:
-        raise ValueError(
-            f"{path} is damaged: its header announces {math.prod(sizes):,} values,"
-            f" {len(content) - start:,} follow"
-        )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(sizes)
+        if content[:4] != bytes([0, 0, 8, num_dimensions]):
+            raise ValueError(f"no IDX file of {num_dimensions} dimensions of bytes")
+        sizes = np.frombuffer(content, ">u4", num_dimensions, 4)
+        return np.frombuffer(content, np.uint8, offset=4 + sizes.nbytes).reshape(sizes)
 
 
 def read_npz(source: Path, _: str = "") -> Source | None:
@@ -105,43 +98,33 @@ def _by_split(path: Path, arrays: Iterable[str], words: set[str]) -> dict[str, s
 
 
 def _source(folder: Path, found: list[tuple[str, Arrays]], names: list[str]) -> Source | None:
+    """Return the source of arrays by split; ValueError if they are no pictures with classes."""
     if not found:
         return None
     splits = by_split(folder, ((split, arrays.name, arrays) for split, arrays in found))
-    for arrays in splits.values():
-        _check(arrays)
-    labels = [arrays.labels for arrays in splits.values()]
-    if all(each.dtype.kind in "iu" for each in labels):
-        implied = [str(number) for number in range(1 + max(int(each.max()) for each in labels))]
-    else:
-        implied = sorted({str(label) for each in labels for label in each})
-    if names and len(names) < len(implied):
-        raise ValueError(f"{folder}: {len(names)} class_names, but labels up to {implied[-1]}")
+    for name, images, labels in splits.values():
+        shape, kind = images.shape, labels.dtype.kind
+        fits = len(shape) > 2 and shape[0] and shape[3:] in ((), (1,), (3,))
+        if images.dtype != np.uint8 or not fits:
+            raise ValueError(
+                f"{name} is {images.dtype}{list(shape)}: images are uint8, 0 to 255, of shape (n,"
+                " height, width[, 1 or 3]) with n > 0"
+            )
+        if labels.shape != shape[:1] or kind not in "iuU" or (kind == "i" and labels.min() < 0):
+            raise ValueError(
+                f"{name} has {len(images)} images, its labels are {labels.dtype}"
+                f"{list(labels.shape)}: a text or an integer from 0 on for each is needed"
+            )
+    labels = np.unique(np.concatenate([arrays.labels for arrays in splits.values()]))
+    if labels.dtype.kind in "iu":
+        labels = range(1 + min(int(labels[-1]), MOST_CLASSES))
+    implied = [str(label) for label in labels]
+    if (names and len(names) < len(implied)) or len(implied) > MOST_CLASSES:
+        most = len(names) or MOST_CLASSES
+        raise ValueError(f"{folder}: labels up to {labels[-1]} for at most {most} class_names")
     channels = 3 if any(x.images.shape[3:] == (3,) for x in splits.values()) else 1
     examples = {split: partial(_examples, x, names or implied) for split, x in splits.items()}
     return Source(names or implied, channels, examples)
-
-
-def _check(arrays: Arrays) -> None:
-    """Raise ValueError for arrays that are no pictures with a class each."""
-    name, images, labels = arrays
-    shape = images.shape
-    fits = len(shape) > 2 and shape[0] and shape[3:] in ((), (1,), (3,))
-    if images.dtype != np.uint8 or not fits:
-        raise ValueError(
-            f"{name} is {images.dtype}{list(shape)}: images are uint8, 0 to 255, of shape (n,"
-            " height, width[, 1 or 3]) with n > 0"
-        )
-    if labels.shape != shape[:1] or labels.dtype.kind not in "iuU":
-        raise ValueError(
-            f"{name} has {len(images)} images, its labels are {labels.dtype}{list(labels.shape)}:"
-            " an integer or a text for each is needed"
-        )
-    if labels.dtype.kind in "iu" and not 0 <= labels.min() <= labels.max() < MOST_CLASSES:
-        raise ValueError(
-            f"{name} has labels from {labels.min()} to {labels.max()}: they must be 0 to"
-            f" {MOST_CLASSES - 1}"
-        )
 
 
 def _examples(arrays: Arrays, class_names: Sequence[str]) -> Iterator[Example]:

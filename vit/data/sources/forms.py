@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from vit.data.sources import arrays, folders, ilsvrc2012, parquet, tables
+from vit.data.sources import arrays, folders, ilsvrc2012, parquet
 from vit.data.sources.source import Source, is_picture
 
 FORMS = {
     "ILSVRC2012's tar files": ilsvrc2012.read,
     "IDX files (*-images-idx3-ubyte)": arrays.read_idx_folder,
     "class folders (train/<class>/*.jpg)": folders.read_splits,
-    "a csv file that names pictures and their classes": tables.read,
+    "a csv file that names pictures and their classes": folders.read_table,
     "class folders (<class>/*.jpg)": folders.read_classes,
     "npz files (images, labels)": arrays.read_npz,
     "parquet files": parquet.read,
@@ -28,7 +28,7 @@ def find(folder: Path, labels_column: str = "") -> tuple[str, Source] | None:
         source = read(folder, labels_column)
         if source is None:
             continue
-        if labels_column and read not in (tables.read, parquet.read):
+        if labels_column and read not in (folders.read_table, parquet.read):
             raise ValueError(f"--labels_column={labels_column}: {folder} holds {form}, no table")
         for name in source.class_names:
             if name.splitlines() != [name.strip()] or not name.isprintable():

@@ -6,7 +6,6 @@ evaluation. Their classes, in order, come with tensorflow_datasets.
 
 import contextlib
 import importlib.resources
-import re
 import tarfile
 from collections.abc import Iterator
 from functools import partial
@@ -27,25 +26,20 @@ def read(source: Path, _: str = "") -> Source | None:
     """Read the classes by their wnids, the splits train and validation.
 
     Raises:
-        ValueError: if an archive is missing or damaged.
+        ValueError: if an archive is missing or damaged, or holds other files.
     """
     if not found(source):
         return None
-    for name in (TRAIN_TAR, VAL_TAR):
-        if not (source / name).exists():
-            raise ValueError(f"{source} lacks {name}; ILSVRC2012 needs its train and val tars")
     with _tar(source / TRAIN_TAR), _tar(source / VAL_TAR):  # hours before their turn comes
-        classes, labels = _words("labels.txt"), _words("validation_labels.txt")
+        folder = importlib.resources.files("tensorflow_datasets") / "datasets" / "imagenet2012"
+        classes = (folder / "labels.txt").read_text().split()
+        words = (folder / "validation_labels.txt").read_text().split()
+    labels = {f"ILSVRC2012_val_{number:08d}.JPEG": wnid for number, wnid in enumerate(words, 1)}
 
     def train() -> Iterator[Example]:
         with _tar(source / TRAIN_TAR) as outer:
             for member in _members(outer):  # one tar for each class, named n01440764.tar
-                wnid = Path(member.name).stem
-                if wnid not in classes:
-                    raise ValueError(
-                        f"{source / TRAIN_TAR} holds {member.name}, which is no archive of one of"
-                        f" the {len(classes)} classes"
-                    )
+                wnid = classes[classes.index(Path(member.name).stem)]
                 inside = f"{member.name} in {source / TRAIN_TAR}"
                 with _tar(inside, outer.extractfile(member)) as inner:
                     for image in _members(inner):
@@ -54,31 +48,18 @@ def read(source: Path, _: str = "") -> Source | None:
 
     def validation() -> Iterator[Example]:
         with _tar(source / VAL_TAR) as tar:
-            for image in _members(tar):  # ILSVRC2012_val_00000001.JPEG
-                number = re.search(r"_([0-9]{1,9})$", Path(image.name).stem)
-                place = int(number[1]) if number else 0
-                if 1 <= place <= len(labels):
-                    yield Example(image.name, partial(_content, tar, image), labels[place - 1])
-                else:
-                    yield Example(image.name, partial(_no_number, len(labels)), "")
+            for image in _members(tar):
+                label = labels[Path(image.name).name]
+                yield Example(image.name, partial(_content, tar, image), label)
 
     return Source(classes, 3, {"train": train, "validation": validation})
-
-
-def _no_number(count: int) -> bytes:
-    raise ValueError(f"the name does not end in a number from 1 to {count}, as labels have")
-
-
-def _words(name: str) -> list[str]:
-    """Return the wnids in a file of tensorflow_datasets."""
-    folder = importlib.resources.files("tensorflow_datasets") / "datasets" / "imagenet2012"
-    return folder.joinpath(name).read_text().split()
 
 
 @contextlib.contextmanager
 def _tar(path: Path | str, file: Any = None) -> Iterator[tarfile.TarFile]:
     """Open an archive, of a path or in another one."""
-    with reading(path, "", tarfile.TarError), tarfile.open(path, "r:", file) as tar:
+    errors = (tarfile.TarError, LookupError, ValueError)  # the latter for other names
+    with reading(path, "", *errors), tarfile.open(path, "r:", file) as tar:
         yield tar
 
 

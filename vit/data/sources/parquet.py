@@ -31,25 +31,22 @@ def read(source: Path, labels_column: str = "") -> Source | None:
     paths = sorted(source.glob("*.parquet")) or sorted(source.glob("*/*.parquet"))
     if not paths:
         return None
-    folders = sorted({str(path.parent) for path in paths})
-    if len(folders) > 1:
-        raise ValueError(
-            f"{source} holds parquet files in several folders; give --source={folders[0]}"
-            f" or another of {', '.join(folders[1:])}"
-        )
+    if len(folders := sorted({str(path.parent) for path in paths})) > 1:
+        raise ValueError(f"{source} holds parquet files in several folders; give one of {folders}")
     image, label, class_names = _columns(paths[0], labels_column)
     names: dict[Any, str] = {}
+    known = dict(enumerate(class_names))
     for path in paths:
         with _opened(path) as file:
             labels = file.read([label]).column(label).unique().to_pylist()
         for x in labels:
-            if x is None or (isinstance(x, int) and not 0 <= x < (len(class_names) or x + 1)):
-                last = len(class_names) - 1 if class_names else "..."
+            if x is None or (isinstance(x, int) and (x < 0 or (known and x not in known))):
                 raise ValueError(
-                    f"{path}: the column {label!r} has {x}, but the classes are 0 to {last}: leave"
-                    " out rows without a label (None, or -1 where it is secret)"
+                    f"{path}: the column {label!r} has {x}, but the classes are 0 to"
+                    f" {len(known) - 1 if known else '...'}: leave out rows without a label (None,"
+                    " or -1 where it is secret)"
                 )
-            names[x] = class_names[x] if class_names and isinstance(x, int) else str(x)
+            names[x] = known.get(x, str(x))
 
     def examples(split: str) -> Iterator[Example]:
         for path in (path for path in paths if split_of(path.stem) == split):
