@@ -39,16 +39,10 @@ def message(*given):
     [
         ("--config.learning_rate=1", "--config.optim.learning_rate"),
         ("--coupling=pm", "--config.attention.coupling"),
-        ("--attention.coupling=pm", "--config.attention.coupling"),
-        ("--config.coupling=pm", "--config.attention.coupling"),
         ("--batch-size=8", "--config.data.batch_size"),
-        ("--batch=8", "--config.data.batch_size"),
         ("--epochs=8", "--config.num_epochs"),
-        ("--heads=8", "--config.model.num_heads"),
         ("--config.attention.cupling=pm", "--config.attention.coupling"),
         ("--wrkdir=x", "--workdir"),
-        ("--work-dir=x", "--workdir"),
-        ("--learning_rat=1", "--config.optim.learning_rate"),
     ],
 )
 def test_the_flag_that_is_meant(given, meant):
@@ -57,23 +51,6 @@ def test_the_flag_that_is_meant(given, meant):
     word = given.lstrip("-")
     told = message("--config=digits", word)
     assert told == f"{word!r} is no flag: did you mean '{meant}={word.split('=')[1]}'?"
-
-
-def test_what_is_missing_or_out_of_place_is_told():
-    argv, values = program("--config=digits")
-    flags.mark_flag_as_required("workdir", values)
-    with pytest.raises(SystemExit, match="^--workdir is missing: folder of the run$"):
-        arguments.parse_flags(argv, values)
-    argv, values = program("--config.seed=3")
-    arguments.parse_flags(argv, values)
-    with pytest.raises(ValueError, match=r"^--config.seed is a field of a config: give --config="):
-        arguments.chosen_config(values)
-    assert message("--config=digits", "runs/a") == "'runs/a' is no flag: see --help"
-
-
-def test_words_are_taken_where_they_are_files():
-    argv, values = program("--workdir=x", "a.jpg", "b.jpg")
-    assert arguments.parse_flags(argv, values, words=True) == ["program", "a.jpg", "b.jpg"]
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -105,18 +82,6 @@ def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
     assert config.bundled("places365").data.name == "places365"
     (tmp_path / "digits").write_text("def get_config():\n    return int('own')")
     assert "invalid literal for int() with base 10: 'own'" in message("--config=digits")
-
-
-def test_a_config_that_there_is_not_lists_those_that_there_are():
-    told = message("--config=digit")
-    assert told.startswith(
-        "--config: ValueError: unknown config 'digit'; did you mean 'digits'? Choices: "
-    )
-    assert "imagenet_simrf, inaturalist2021, my_images" in told
-    assert "--config=my_images:data/photos gives the folder of a prepared data set" in message(
-        "--config=my_images"
-    )
-    assert "get_config() takes 0 positional arguments" in message("--config=digits:x")
 
 
 def test_a_failure_is_one_line(tmp_path):

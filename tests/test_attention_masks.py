@@ -26,6 +26,7 @@ from tests.attention_inputs import (
     orthogonal,
     random_decays,
 )
+from tests.tiers import tiers
 
 # As users run it: for the test of precision.
 OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
@@ -65,7 +66,7 @@ def test_what_stands_at_masked_keys_does_not_matter(stabilizer, is_causal, small
         chex.assert_trees_all_equal(run(*dirty), want)
 
 
-@pytest.mark.parametrize("t", [1, 4, 13, 40])
+@pytest.mark.parametrize("t", [13, 40])
 def test_causal_of_any_length(t, small_chunks):
     args = inputs(t=t)
     want, _ = oracles.full_attention(*args, is_causal=True)
@@ -95,10 +96,7 @@ FUTURE = {
 
 
 @pytest.mark.optimised("asserts bits")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.thorough] * (name in MAPS[1:-1])) for name in FUTURE],
-)
+@pytest.mark.parametrize("name", tiers(FUTURE, ("own, log-weights", "window, decay", "robust")))
 def test_the_future_changes_nothing_bit_for_bit(name, small_chunks):
     """Queries, keys, values, log-weights and decays of later tokens."""
     query, key, value, frequencies = far_apart(60.0, 30) if name == "robust" else inputs(t=30)
@@ -169,14 +167,11 @@ GRADIENTS = {
 }
 
 
-IN_OTHERS = ("causal, log-weights", "causal, decay")
-"""Their programs are parts of other ones."""
+LARGEST = ("both ways, log-weights", "packed, log-weights", "causal, window, decay", "robust")
+"""Those of the others are parts of their programs."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.thorough] * (name in IN_OTHERS)) for name in GRADIENTS],
-)
+@pytest.mark.parametrize("name", tiers(GRADIENTS, LARGEST))
 def test_gradients(name, small_chunks):
     """Of each array along a direction, against differences of the oracle in float64."""
     options = GRADIENTS[name]
@@ -231,16 +226,18 @@ OPTIONS = {
     "causal, masked": (dict(is_causal=True), np.array([[0, 0, 1, 0, 0, 1, 1, 1, 0], [0] * 9])),
     "packed": (dict(segment_ids=np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2]] * 2)), None),
 }
-# Every map once; the other programs with maps of two kinds. One program serves a mask and none,
-# where all keys exist.
+# Every map once; the other programs with maps of two kinds, the first of each in the core. One
+# program serves a mask and none, where all keys exist.
 FINITE = [
-    *(("causal, masked", feature_map) for feature_map in MAPS),
-    *(("masked", feature_map) for feature_map in ("positive", "relu")),
-    *(("packed", feature_map) for feature_map in ("positive", "trigonometric")),
+    ("causal, masked", "positive"),
+    ("masked", "positive"),
+    ("packed", "trigonometric"),
+    *(("causal, masked", feature_map) for feature_map in MAPS[1:]),
+    *(("masked", "relu"), ("packed", "positive")),
 ]
 
 
-@pytest.mark.parametrize(("name", "feature_map"), FINITE)
+@pytest.mark.parametrize(("name", "feature_map"), tiers(FINITE, 3))
 def test_finite_for_any_finite_input(name, feature_map, small_chunks):
     """Outputs and gradients, norms from 0 to 10^4, equal keys; rows that see keys sum to 1."""
     query, key, value, frequencies = inputs(t=9, k=4)

@@ -69,33 +69,3 @@ def test_calibrations_are_scored_on_other_tokens(monkeypatch):
     monkeypatch.setattr(attention_data, "DATA_SETS", 2)
     values, uniform = errors.errors("anisotropic", 1.0, ("orf", "full", 0), 16, 3)
     assert len(seen) == len(values) == len(uniform) == 2
-
-
-def test_a_copula_is_learned_on_other_tokens(monkeypatch):
-    """And has an error lower by a twentieth than independent lengths: 400 draws that they share."""
-    for constant, value in {"TOKENS": 24, "HEAD_DIM": 8, "DATA_SETS": 1}.items():
-        monkeypatch.setattr(attention_data, constant, value)
-    monkeypatch.setattr(errors, "STEPS", 100)
-    learn, seen = errors.learned, []
-
-    def learned(name, query, key, m):
-        seen.append(np.asarray(query))
-        return learn(name, query, key, m)
-
-    monkeypatch.setattr(errors, "learned", learned)
-    found = {
-        name: errors.errors("anisotropic", 2.0, (name, "none", 0), 16, 400)[0][0]
-        for name in ("copula-antithetic", "orf-antithetic")
-    }
-    assert found["copula-antithetic"] < 0.95 * found["orf-antithetic"]
-    tokens, _ = attention_data.DATA["anisotropic"](2.0, 0, 2 * 24)
-    np.testing.assert_array_equal(seen[0], tokens[24:])
-
-
-def test_each_number_of_features_has_its_table(tmp_path, monkeypatch):
-    """The command of the README: --couplings=iid,orf --num_features=16,32."""
-    asked = []
-    monkeypatch.setattr(errors, "vit", lambda *a: asked.append((a[3], a[4], a[6].name)) or "")
-    errors.main(parts=["vit"], couplings=["iid"], num_features=(16, 32), out=tmp_path)
-    errors.main(parts=["vit"], exact_window=(0,), out=tmp_path)
-    assert asked == [((16,), 16, "vit_16"), ((16,), 32, "vit_32"), ((0,), 128, "vit")]

@@ -4,6 +4,7 @@ None of this has run on a TPU.
 """
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from performer.attention import _fused, _sizes
 from tests import attention_inputs, oracles
 from tests.attention_inputs import close, far_apart
 from tests.small import PATIENCE
+from tests.tiers import tiers
 
 PALLAS = "pallas"
 
@@ -74,9 +76,8 @@ TOLERANCE = {np.float32: 3e-6, jnp.bfloat16: 3e-2}  # of two that both round to 
 
 
 @pytest.mark.parametrize(
-    "dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)]
+    ("is_causal", "dtype"), tiers(itertools.product([True, False], [np.float32, jnp.bfloat16]), 1)
 )
-@pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients(is_causal, dtype, two_blocks):
     """Gradients of all that may have one, over two blocks or three chunks, calibration included.
 
@@ -114,7 +115,8 @@ def test_gradients(is_causal, dtype, two_blocks):
         assert distance(x, y) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_causal", [False, True])
 def test_bfloat16_gradients_are_as_good_as_those_of_softmax(is_causal):
     """Each against itself in float64; values with a common mean, which what follows must cancel."""
     tokens = inputs(150, 150, n=2, h=64, v=64, m=128, b=1, dtype=jnp.bfloat16)
@@ -167,6 +169,7 @@ def test_lost_rows_are_those_without_the_kernel(monkeypatch):
     close(got, performer_attention(*args, **options), 1e-4)
 
 
+@pytest.mark.thorough
 def test_transformations():
     args = inputs(20, 20, b=6, heads=False)
     attend = partial(performer_attention, implementation=PALLAS)
@@ -279,6 +282,7 @@ def test_compiles_for_tpu():
     assert run.stdout.count("compiled") == 10, run.stderr[-3000:]
 
 
+@pytest.mark.thorough
 def test_each_device_has_its_part_of_the_batch(eight_devices):
     """Under plain jit, the mesh in context; with lengths, and gradients of shared frequencies."""
     query, key, value, frequencies = inputs(20, 20, n=2, b=8)

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from performer import performer_attention
 from performer.nnx import PerformerAttention, Statistics
 from tests.attention_inputs import inputs, random_decays
+from tests.tiers import tiers
 from vit.run.dry_run import collectives
 
 BY_TOKEN, BY_HEAD = PartitionSpec(None, "sequence"), PartitionSpec("data", None, "heads")
@@ -30,7 +31,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers(CASES, [x for x in CASES if "window" in x]))
 def test_split_over_devices(name, eight_devices):
     """Outputs and gradients are those of one device; keys are masked or decay."""
     axes, options, exchanges = CASES[name]
@@ -71,6 +72,7 @@ def test_split_over_devices(name, eight_devices):
         assert Counter(re.findall(r"stablehlo\.(all_\w+|collective_\w+)", text)) == exchanges
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_layer_splits_the_tokens_of_one_program(is_causal, eight_devices):
     """Over the mesh in context: m (v + 2) numbers cross for each head, whatever the length.
@@ -98,6 +100,7 @@ def test_a_layer_splits_the_tokens_of_one_program(is_causal, eight_devices):
     assert exchanged == [4 * numbers * ((4 + 1) * 2 if is_causal else 1)] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tokens_stay_where_they_are(is_causal, eight_devices):
     """Under `jit` with split inputs, data or tensor parallel: no exchange, split like the inputs.
@@ -129,6 +132,7 @@ def test_tokens_stay_where_they_are(is_causal, eight_devices):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_running_statistics(eight_devices):
     """Calibrated layers whose batch is split have the statistics of the whole batch."""
     mesh = jax.make_mesh((8,), ("batch",), (AxisType.Auto,))

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from performer import calibration, performer_attention
 from performer.attention import _sizes
 from tests.attention_inputs import close, inputs
+from tests.tiers import tiers
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ PROGRAMS = {
 LARGE = pytest.param("packed", marks=pytest.mark.slow)  # its program
 
 
-@pytest.mark.parametrize("name", [*list(PROGRAMS)[:-1], LARGE])
+@pytest.mark.parametrize("name", [*tiers(list(PROGRAMS)[:-1], 1), LARGE])
 def test_exported_attention_is_attention(name):
     function, arguments, axes, sizes = PROGRAMS[name]
     program = exported(function, arguments(), axes)
@@ -121,40 +121,3 @@ def test_sizes_are_those_of_the_platform_that_runs_it():
     assert masks("cpu") == {"4"}
     assert masks("tpu") == {"8"}
     assert masks("cpu", "cuda") == {"4", "8"}
-
-
-def test_blocks_are_those_of_a_device_of_the_mesh_in_context(monkeypatch):
-    """Blocks of the platform that a program is compiled for; eight devices have an eighth each.
-
-    On a TPU there are no blocks while features fit.
-    """
-    monkeypatch.setattr(_sizes, "BLOCK_ROWS", {"cpu": 4096})
-    m = inputs()[3].shape[-2]
-
-    def sizes(devices, platform, b, kind=AxisType.Auto):
-        device = AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
-        mesh = AbstractMesh((devices,), ("data",), (kind,), abstract_device=device)
-        with use_abstract_mesh(mesh):
-            return _sizes.chunk_and_block(_sizes.platform(), b * 4, m, sweeping=False)
-
-    assert _sizes.platform() == "cpu"
-    assert sizes(1, "cpu", 8)[1] == 4096 // 32
-    assert sizes(8, "cpu", 64) == sizes(1, "cpu", 8) != sizes(1, "cpu", 64)
-    assert sizes(8, "cpu", 8, AxisType.Manual) == sizes(1, "cpu", 8)
-    assert sizes(8, "tpu", 512)[1] * 64 * 4 * m * 4 == pytest.approx(_sizes.BLOCK_BYTES, rel=1e-3)
-
-
-def test_blocks_are_those_of_the_mesh_in_context(monkeypatch):
-    """Of a program that is compiled for devices that are not there."""
-    platforms, chosen = [], _sizes.chunk_and_block
-
-    def sizes(platform, *arguments):
-        platforms.append(platform)
-        return chosen(platform, *arguments)
-
-    monkeypatch.setattr(_sizes, "chunk_and_block", sizes)
-    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=None, platform="tpu")
-    with use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
-        jax.eval_shape(performer_attention, *inputs())
-    jax.eval_shape(performer_attention, *inputs())
-    assert platforms == ["tpu", "cpu"]

@@ -17,6 +17,7 @@ from performer.attention import _decay
 from performer.attention.state import State, combine
 from tests import oracles
 from tests.attention_inputs import MAPS, SLOPES, M, close, far_apart, inputs
+from tests.tiers import tiers
 
 
 def test_the_kernel_estimate_is_unbiased():
@@ -41,24 +42,6 @@ def test_the_kernel_estimate_is_unbiased():
         ratios = rows[:, i, j] / rows[:, i, i]
         z = (ratios.mean() - np.exp(logits[i, j] - logits[i, i])) / stats.sem(ratios)
         assert abs(z) < stats.norm.isf(1e-4 / 6 / 2), (i, j, z)
-
-
-def test_all_keys_exact_are_softmax_attention():
-    """With its gradients, and whatever the frequencies."""
-    query, key, value, frequencies = inputs(t=7, s=9, v=8)
-
-    def loss(attend, *tokens):
-        return jnp.sum(attend(*tokens) ** 2)
-
-    def exact(query, key, value):
-        return performer_attention(query, key, value, frequencies, exact_keys=20)
-
-    got, want = (
-        jax.value_and_grad(partial(loss, attend), argnums=(0, 1, 2))(query, key, value)
-        for attend in (exact, jax.nn.dot_product_attention)
-    )
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        close(x, y, 2e-5)
 
 
 def test_gradients_beside_exact_keys():
@@ -104,7 +87,7 @@ def test_a_million_tokens_lose_no_digit(rate):
 IDS = np.repeat([[0, 1, 2]], [5, 1, 8], axis=1).repeat(2, axis=0)
 
 
-@pytest.mark.parametrize("case", ["log-weights", "packed log-weights", "alibi", "elu+1"])
+@pytest.mark.parametrize("case", tiers(["packed log-weights", "alibi", "log-weights", "elu+1"], 2))
 def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
     """Within the first-order bound of float32 up to norms where the default loses rows."""
     given, oracle = dict(is_causal=True), dict(is_causal=True, scale=1.0)
@@ -133,16 +116,8 @@ def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
     assert case == "elu+1" or max(ratios[None][1:]) > 100  # what it is for
 
 
-def test_windows_lose_no_rows_at_long_norms():
-    """Chunks need no second look: what is far goes through the state, which is exact."""
-    tokens, exact = inputs(t=14, scale=30.0), oracles.exact_pairs(np.zeros((2, 14), int), 2)
-    got = performer_attention(*tokens, is_causal=True, exact_window=2, scale=1.0)
-    want, _ = oracles.full_attention(*tokens, exact=exact, is_causal=True, scale=1.0)
-    close(got, want, 1e-3)
-
-
 @pytest.mark.optimised("asserts bits")
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 def test_a_mask_is_log_weights_of_zero_and_minus_infinity(is_causal, small_chunks):
     tokens = inputs(t=9)
     mask = np.random.default_rng(0).random((2, 9)) < 0.6
@@ -156,7 +131,7 @@ def test_a_mask_is_log_weights_of_zero_and_minus_infinity(is_causal, small_chunk
 
 
 @pytest.mark.parametrize(
-    ("feature_map", "is_causal"), [("positive", False), *((name, True) for name in MAPS)]
+    ("feature_map", "is_causal"), tiers([*((name, True) for name in MAPS), ("positive", False)], 1)
 )
 def test_huge_log_weights(feature_map, is_causal, small_chunks):
     """A key that outweighs all others is all that counts where it is seen; alone, any counts."""

@@ -164,6 +164,7 @@ except checkpoint.SaveError as error:
 """
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_is_an_error_and_earlier_checkpoints_stay(tmp_path):
     """Files of more than 4 KiB cannot be written in that process: what a full disk does."""
     done = subprocess.run(
@@ -176,14 +177,6 @@ def test_a_disk_that_is_full_is_an_error_and_earlier_checkpoints_stay(tmp_path):
     assert "SaveError a checkpoint could not be written" in done.stdout, done.stderr
     assert "Complete are those of steps [1]" in done.stdout
     assert restored(tmp_path) == 1
-
-
-def test_other_names_of_folders_hold_checkpoints(tmp_path):
-    """What is written into names by `experiments.compare`, and what users write."""
-    workdir = tmp_path / "pm_data.train_split=train%5B%3A50%25%5D, a+b {c} #1 ~ é 'x' \"y\" $z"
-    with checkpoint.open_checkpoints(workdir, write=True) as checkpoints:
-        checkpoint.save(checkpoints, 1, state(1))
-    assert restored(workdir) == 1
 
 
 def held():

@@ -1,7 +1,5 @@
 """Accuracy by class and the confusion matrix, against scikit-learn and a plain count."""
 
-import csv
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,31 +83,7 @@ def test_ties_and_nan_are_counted_as_the_metrics_do():
         assert int(rank[row] < 5) == int(counts["top5"])
 
 
-def test_files(tmp_path):
-    confusion = np.array([[3, 1, 0], [0, 0, 0], [2, 0, 2]])
-    counted = class_report.Tally(confusion, np.array([4, 0, 3]))
-    names = ["ant", "bee, wild", "cat"]
-    text = class_report.write(counted, names, tmp_path)
-    with (tmp_path / "classes.csv").open() as file:
-        rows = list(csv.reader(file))
-    assert rows[0] == ["class", "name", "images", "top-1", "top-5"]
-    assert rows[1] == ["0", "ant", "4", "0.75", "1.0"]
-    assert rows[2] == ["1", "bee, wild", "0", "nan", "nan"]
-    assert "| 2 | cat | 4 | 0.5 | 0.75 |" in (tmp_path / "classes.md").read_text()
-    with (tmp_path / "confusion.csv").open() as file:
-        rows = list(csv.reader(file))
-    assert rows == [
-        ["true \\ predicted", *names],
-        ["ant", "3", "1", "0"],
-        ["bee, wild", "0", "0", "0"],
-        ["cat", "2", "0", "2"],
-    ]
-    lines = text.splitlines()
-    assert lines[0].startswith("top-1 0.6250, top-5 0.8750 of 8 images")
-    assert [line.split()[1] for line in lines[1:]] == ["cat:", "ant:"]  # none for the empty class
-    assert lines[1].endswith("most often taken for ant")
-
-
+@pytest.mark.thorough
 def test_a_run(guessing, tmp_path):
     model, _, logits, labels = guessing
     settings = small_config(attention=SOFTMAX)

@@ -105,22 +105,6 @@ def test_accuracies():
         assert found[draw, size] == pytest.approx(np.mean(predicted == problem.test_y))
 
 
-def test_not_finite():
-    problem, _ = classification.problems(two_classes())
-    with pytest.raises(
-        ValueError, match=r"data set 'banknote' with iid at sigma = 1e\+25: .* not fin"
-    ):
-        classification.accuracies(problem._replace(sigma=1e25), "iid", blocks=2, draws=10, seed=0)
-
-
-def test_padding():
-    problem, _ = classification.problems(two_classes(d=3))
-    wide = classification.padded(problem)
-    assert wide.train_x.shape[1] == wide.test_x.shape[1] == 4
-    np.testing.assert_array_equal(wide.test_x[:, :3], problem.test_x)
-    assert not wide.test_x[:, 3].any()
-
-
 @pytest.mark.thorough
 def test_outputs(tmp_path, monkeypatch):
     monkeypatch.setattr(classification, "SIGMAS", (0.1, 1.0))

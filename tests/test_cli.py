@@ -7,33 +7,6 @@ import pytest
 from vit.config import cli
 
 
-def test_a_command_is_named_as_this_one_was_started(monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", [".venv/bin/python", "-m", "vit.prepare"])
-    told = cli.command("train", config="my_images:data/photos", workdir="runs/my photos")
-    assert told == (
-        ".venv/bin/python -m vit.train --config=my_images:data/photos '--workdir=runs/my photos'"
-    )
-    monkeypatch.setattr(cli, "_typed", ["performer-vit"])
-    told = cli.command("predict", "a b.jpg", attention=True, workdir="r")
-    assert told == "performer-vit predict 'a b.jpg' --attention --workdir=r"
-
-
-def test_the_scripts_list_their_programs(monkeypatch, capsys):
-    for arguments in ([], ["--help"], ["-h"]):
-        monkeypatch.setattr(sys, "argv", ["performer-vit", *arguments])
-        cli.vit()
-        text = capsys.readouterr().out
-        assert "\nperformer-vit train " in text
-        assert "Train a Vision Transformer" in text
-        assert "\nperformer-vit compare " in text
-        assert "arguments" not in text
-    monkeypatch.setattr(sys, "argv", ["performer-experiments"])
-    cli.experiments()
-    text = capsys.readouterr().out
-    assert "\nperformer-experiments graphs.gp " in text
-    assert "launch" not in text
-
-
 def test_an_unknown_program(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["performer-vit", "trian"])
     with pytest.raises(SystemExit, match="unknown command of performer-vit: 'trian'.*'train'"):

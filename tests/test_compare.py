@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import compare
-from experiments.common import harness, statistics
+from experiments.common import statistics
 from experiments.compare import Result, Run, Setting
 from tests.small import SHALLOW, read_csv, sized, small_config, stop_at
 from vit import config, evaluate, train
@@ -208,48 +208,6 @@ def test_pairs_are_by_seed_and_leave_out_what_diverged():
     single = compare.compared([result("orf", [0.5]), result("pm", [0.9])], "orf")
     assert compare.verdict(single).startswith("No test is possible: that takes two seeds")
     assert compare.rows(single)[1]["seeds needed for +0.008"] == ""
-
-
-def test_with_one_coupling_the_first_point_is_the_baseline():
-    points = [result("orf", BASE, (("model.width", m),)) for m in (8, 16, 32)]
-    found = compare.compared(points, "orf")
-    assert [r.baseline for r in found] == [None, points[0].setting, points[0].setting]
-    grids = [result(n, BASE, (("m", m),)) for m in (8, 16) for n in ("orf", "pm")]
-    found = compare.compared(grids, "orf")
-    pairs = [(r.setting.point, r.baseline.point) for r in found if r.baseline]
-    assert pairs == [("m=8", "m=8"), ("m=16", "m=16")]
-
-
-def test_one_evaluation_is_drawn_as_points(tmp_path, monkeypatch):
-    """A line through one point is not seen. Each seed has its dot beside the interval."""
-    drawn = []
-    monkeypatch.setattr(harness.report, "save", lambda figure, path: drawn.append(figure.axes))
-    results = [result("orf", BASE), result("pm", BASE[::-1])]
-    compare.write(results, "orf", small_config(), tmp_path)
-    (differences,), curves = drawn
-    for axis, value in zip(curves, (1.0, 0.51), strict=True):
-        assert [line.get_marker() for line in axis.lines] == ["o", "o"]
-        assert [line.get_ydata()[0] for line in axis.lines] == pytest.approx([value] * 2)
-    dots = differences.lines[-1]
-    np.testing.assert_allclose(dots.get_ydata(), np.subtract(BASE[::-1], BASE), atol=1e-4)
-    (mean,) = differences.containers
-    assert set(dots.get_xdata()) != set(mean.lines[0].get_xdata())
-
-
-def test_strings_of_the_config_are_escaped(tmp_path):
-    """In the table and the verdict; the config is a block of code, where nothing has a meaning."""
-    evil = "<script>alert(1)</script>|*$x"
-    values = (("data.dir", evil),)
-    settings = small_config(data=config.Data(batch_size=32, dir=evil))
-    results = [
-        result("orf", BASE, values),
-        result("pm", [x + 0.1 for x in BASE[:4]] + [0.7], values),
-    ]
-    text = compare.write(results, "orf", settings, tmp_path)
-    prose = [line for line in text.splitlines() if not line.startswith("    ")]
-    assert "<script>" not in "\n".join(prose)
-    assert text.count(r"&lt;script>alert(1)&lt;/script>\|\*$x") == 3
-    assert f"    config.data.dir = {evil!r}" in text
 
 
 def test_a_report_of_any_finished_runs(compared, tmp_path):

@@ -67,6 +67,7 @@ def test_steps_are_timed_by_the_number_of_patches(tmp_path, monkeypatch):
     assert (tmp_path / "vit.png").exists()
 
 
+@pytest.mark.thorough
 def test_lengths_are_timed_once_and_only_if_the_values_are_right(tmp_path, monkeypatch):
     """Against float64: attention that sees the future is found, and the second run adds nothing."""
     monkeypatch.setattr(lengths, "TOKENS", 32)

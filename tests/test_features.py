@@ -15,6 +15,7 @@ from performer.linen import performer_attention_fn
 from performer.nnx import PerformerAttention
 from tests import oracles
 from tests.attention_inputs import OWN, H, M, close, inputs
+from tests.tiers import tiers
 
 X = jax.random.normal(jax.random.key(0), (5, 6))
 W = jax.random.normal(jax.random.key(1), (7, 6))
@@ -63,24 +64,6 @@ def test_relu_and_elu_match_the_equation():
         np.testing.assert_allclose(features.elu(X, W, **options), want, rtol=1e-5, atol=1e-6)
 
 
-def test_weights_replace_one_over_m():
-    weights = jnp.arange(7.0)
-    for feature_map, both in (
-        (features.positive, weights),
-        (features.trigonometric, jnp.tile(weights, 2)),
-    ):
-        want = 7 * both * feature_map(X, W) ** 2
-        np.testing.assert_allclose(feature_map(X, W, weights=weights) ** 2, want, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32])
-def test_narrow_inputs_are_promoted(dtype):
-    x = (3 * X).astype(dtype)
-    got = features.positive(x, W)
-    assert got.dtype == jnp.float32
-    np.testing.assert_array_equal(got, features.positive(x.astype(jnp.float32), W))
-
-
 def test_bad_input():
     call = features.FeatureMap.__call__.__wrapped__
     with pytest.raises(ValueError, match="unknown kernel 'gauss'"):
@@ -96,14 +79,6 @@ def test_bad_input():
 
 def squares(projections, half):
     return jnp.zeros_like(half), projections**2
-
-
-def test_records_are_values():
-    """Equal by what they hold; `get` takes them as it takes names."""
-    record = FeatureMap(squares, weight=3.0)
-    assert record == FeatureMap(squares, weight=3.0) != FeatureMap(squares, weight=7.0)
-    assert features.arc_cosine(0) == features.arc_cosine(0) != features.arc_cosine(1)
-    assert features.get(record) is record
 
 
 def test_equal_records_are_compiled_once():
@@ -124,7 +99,7 @@ def test_equal_records_are_compiled_once():
     assert len(traced) == first + 1
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 def test_maps_that_are_on_no_list_work_in_attention(is_causal, small_chunks):
     """Against quadratic attention with these features; no feature in common gives 0."""
     query, key, value, w = inputs(t=22)

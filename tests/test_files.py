@@ -76,15 +76,6 @@ def test_a_folder_is_held_until_the_process_ends_even_if_killed(tmp_path):
         assert f"process {os.getpid()} on" in lock.read_text()
 
 
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
-    thesis = tmp_path / "thesis"
-    thesis.write_text("years of work")
-    (tmp_path / "lock").symlink_to(thesis)
-    with pytest.raises(OSError, match="lock"), files.alone(tmp_path / "lock"):
-        pass
-    assert thesis.read_text() == "years of work"
-
-
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys, number):
     def flock(*_):

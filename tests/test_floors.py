@@ -5,20 +5,14 @@ import graphlib
 import sys
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parent.parent
 FLOORS = ("performer", "vit", "experiments")
 LIBRARIES = {"performer", "jax", "numpy", "optax", "scipy", "jaxtyping", *sys.stdlib_module_names}
 OPTIONAL = {"nnx": "flax", "linen.py": "flax", "sklearn.py": "sklearn", "graph.py": "networkx"}
-SOURCES = [path for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))]
-
-
-def module_name(path):
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module_name(path): path for path in SOURCES}
+MODULES = {
+    ".".join(path.with_suffix("").parts).removesuffix(".__init__"): path
+    for floor in FLOORS
+    for path in Path(floor).rglob("*.py")
+}
 
 
 def imports(path):
@@ -31,21 +25,17 @@ def imports(path):
             yield from (name if name in MODULES else node.module for name in names)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_imports(path):
+def test_imports():
     """`vit/run` serves any task: but for the default of `runs` it knows no model of images."""
-    tops = {name.split(".")[0] for name in imports(path)}
-    own = module_name(path).split(".")[0]
-    assert not tops & {*FLOORS[FLOORS.index(own) + 1 :], "tests"}
-    if own == "performer":
-        assert tops <= LIBRARIES | {OPTIONAL.get(path.name), OPTIONAL.get(path.parent.name)}
-    if path.parent.name == "run" and path.stem != "runs":
-        assert not {"vit.model", "vit.model.classification"} & set(imports(path))
-
-
-def test_no_cycle():
+    graph = {name: set(imports(path)) for name, path in MODULES.items()}
+    for name, path in MODULES.items():
+        tops, own = {x.split(".")[0] for x in graph[name]}, name.split(".")[0]
+        assert not tops & {*FLOORS[FLOORS.index(own) + 1 :], "tests"}, name
+        if own == "performer":
+            more = {OPTIONAL.get(path.name), OPTIONAL.get(path.parent.name)}
+            assert tops <= LIBRARIES | more, name
+        if path.parent.name == "run" and path.stem != "runs":
+            assert not {"vit.model", "vit.model.classification"} & graph[name], name
     lazy = {"performer", "vit"}  # their TYPE_CHECKING blocks name what they bring in later
-    graph = {
-        name: set(imports(p)) & set(MODULES) for name, p in MODULES.items() if name not in lazy
-    }
-    list(graphlib.TopologicalSorter(graph).static_order())
+    edges = {name: graph[name] & set(MODULES) for name in graph if name not in lazy}
+    list(graphlib.TopologicalSorter(edges).static_order())

@@ -1,27 +1,13 @@
 """The experiment on Flax, Equinox and Haiku: one model and its table."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from experiments.attention import frameworks
 from tests.small import read_csv
 
 pytestmark = pytest.mark.thorough
-
-
-def test_patches_are_squares_of_the_image():
-    train, test, *labels = frameworks.digits()
-    assert [*map(len, (train, test, *labels))] == [1437, 360, 1437, 360]
-    from sklearn.datasets import load_digits
-
-    images = load_digits().images / 16
-    pictures = {image.astype(np.float32).tobytes() for image in images}
-    rows = train[0].reshape(4, 4, 2, 2).swapaxes(1, 2).reshape(8, 8)
-    assert np.ascontiguousarray(rows).tobytes() in pictures
 
 
 def test_the_models_are_of_one_size():
@@ -44,9 +30,3 @@ def test_tables(tmp_path):
     drawn, calibrated, _ = (float(row["attention error"]) for row in rows)
     assert calibrated < drawn
     assert all(float(row["accuracy ±"]) >= 0 for row in rows)
-
-
-def test_a_missing_framework_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "haiku", None)
-    with pytest.raises(ImportError, match="haiku"):
-        frameworks.main(("linen", "haiku"))

@@ -158,11 +158,6 @@ def normal_log_density(y, covariance):
     return stats.multivariate_normal(np.zeros(len(y)), covariance, allow_singular=False).logpdf(y)
 
 
-def exact_law(gram, cross, test_gram, y, noise):
-    inverse = np.linalg.inv(gram + noise**2 * np.eye(len(gram)))
-    return cross @ inverse @ y, test_gram - cross @ inverse @ cross.T
-
-
 @pytest.mark.parametrize("noise", [0.1, 0.02])
 def test_features_in_float32_are_as_sure_as_they_may_be(noise):
     """4,000 points, 64 features; far from the data, too. By the singular values in float64."""
@@ -253,72 +248,6 @@ def test_derivatives_of_the_likelihoods():
         assert float(second) == pytest.approx(curvature, abs=1e-4)
 
 
-DTYPES = [jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16, jnp.int32]
-WHOLE = RNG.integers(-2, 3, size=(9, 4)).astype(float)  # exact in every dtype
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "compiled"), [(6, 3, True), (6, 3, False), (0, 3, True), (6, 0, True)]
-)
-def test_all_dtypes_of_all_arguments(n, k, compiled):
-    """Each beside another one, of the kernel and of the values, against the equations."""
-    phi, new, y = WHOLE[:n], WHOLE[n : n + k], WHOLE[:n, 0] - WHOLE[:n, 1] ** 2
-    gram, cross, test_gram = phi @ phi.T, new @ phi.T, new @ new.T
-    mean, covariance = exact_law(gram, cross, test_gram, y, 0.5)
-    eye, zeros = np.eye(n), np.zeros(n)
-    log_density = normal_log_density(y, gram + eye / 4) if n else 0.0
-    variance = np.diag(gram) + 1 / 4
-    density = np.mean(y**2 / variance + np.log(2 * np.pi * variance)) / 2 if n else 0.0
-    divergence = (np.trace(gram + eye) - n - np.linalg.slogdet(gram + eye)[1]) / 2
-
-    def all_of(gram, cross, test_gram, phi, new, y):
-        prior = gp.observed(gp.Gaussian(zeros, gram), 1)
-        return (
-            gp.condition(gram, cross, test_gram, y, 0.5),
-            gp.condition_features(phi, new, y, np.float32(0.5)),
-            gp.log_marginal_likelihood(gram, y, np.float64(0.5)),
-            gp.log_marginal_likelihood_features(phi, y, jnp.asarray(0.5)),
-            gp.kl(prior, gp.Gaussian(zeros, eye)),
-            *([gp.negative_log_density(gp.observed(gp.Gaussian(zeros, gram), 0.5), y)] * (n > 0)),
-        )
-
-    of_dtypes = jax.jit(all_of) if compiled else all_of
-    pairs = [(jnp.float32, jnp.int32), (jnp.float64, jnp.bfloat16)]
-    if compiled and n and k:
-        pairs = zip(DTYPES, DTYPES[1:] + DTYPES[:1], strict=True)
-    for of_kernel, of_values in pairs:
-        kernel = [jnp.asarray(a, of_kernel) for a in (gram, cross, test_gram, phi, new)]
-        found = of_dtypes(*kernel, jnp.asarray(y, of_values))
-        wide = jnp.float64 in (of_kernel, of_values)
-        assert found[0].mean.dtype == (jnp.float64 if wide else jnp.float32)
-        want = (mean, covariance), (mean, covariance), log_density, log_density, divergence, density
-        for got, value in zip(found, want, strict=False):
-            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(value), strict=True):
-                assert np.shape(a) == np.shape(b)
-                np.testing.assert_allclose(a, b, rtol=1e-8 if wide else 2e-4, atol=2e-4)
-
-
-def test_fit_takes_any_dtype():
-    """The same fit for points and values that are the same numbers, with and without float64."""
-    x, y = WHOLE[:, :2], WHOLE[:, 2]
-    start = gp.Scales(1, np.float64(1.0), 1)
-    want = None
-    for of_x, of_y, wide in [
-        (np.float64, np.float64, True),
-        (np.float32, np.int32, True),
-        (np.int64, np.int64, False),
-        (jnp.bfloat16, np.float64, False),
-    ]:
-        with jax.enable_x64(wide):
-            process = gp.GaussianProcess(scales=start).fit(
-                x.astype(of_x), y.astype(of_y), num_steps=3
-            )
-        scales, losses = process.scales, process.losses
-        assert losses.dtype == (jnp.float64 if wide and np.float64 in (of_x, of_y) else jnp.float32)
-        want = want or scales
-        np.testing.assert_allclose(np.array(scales), np.array(want), rtol=1e-5)
-
-
 ONE = np.eye(30)
 
 
@@ -331,31 +260,17 @@ def fit(x, y, scales):
     [
         ("fit", (X[:, 0], Y, SCALES), r"x must have the shape .*, got \(30,\); .* x\[:, None\]"),
         ("fit", (X, Y[:, None], SCALES), r"y must have the shape \(n = 30\), got \(30, 1\)"),
-        ("fit", (X, Y[:4], SCALES), r"y must have the shape \(n = 30\), got \(4,\)"),
-        ("fit", (X[:0], Y[:0], SCALES), "nothing to fit: y is empty"),
-        ("fit", (X * np.inf, Y, SCALES), "x has entries that are not finite"),
-        ("fit", (X, Y, SCALES._replace(noise_scale=np.ones(30))), "noise_scale must be one number"),
         ("fit", (X, Y, SCALES._replace(lengthscale=np.ones(2))), "lengthscale must be .*, got .2,"),
-        ("fit", (X, Y, SCALES._replace(noise_scale=0)), "noise_scale must be .* got 0"),
-        ("fit", (X, Y * np.nan, SCALES), "y has entries that are not finite"),
         ("condition", (ONE, ONE, ONE, Y, 0.0), "noise_scale must be positive and finite, got 0"),
-        ("condition_features", (PHI, NEW_PHI, Y, -1), "noise_scale must be positive and .* got -1"),
         ("log_marginal_likelihood", (-ONE, Y, 0.2), "30 x 30, is not positive definite"),
-        ("log_marginal_likelihood", (ONE * np.nan, Y, 0.2), "gram has entries that are not finite"),
         ("kl", (gp.Gaussian(Y, ONE), gp.Gaussian(Y, -ONE)), "covariance of q, 30 x 30, is not pos"),
         ("condition", (X @ X.T, NEW, NEW @ NEW.T, Y, 1), r"cross must have .*n = 30.* \(12, 3\)"),
-        ("condition", (X @ X.T, NEW @ X.T, NEW, Y, 1), r"test_gram must have the .* \(12, 3\)"),
         ("condition", (X @ X.T, X @ X.T, X @ X.T, np.stack([Y] * 2, 1), 1), r"got \(30, 2\)"),
-        ("condition", (X @ X.T, X @ X.T, X @ X.T, Y * np.nan, 1), "y has entries that are not fin"),
         ("condition_features", (PHI, NEW_PHI[:, :1], Y, 1), r"test_phi must have .*p = 7.*12, 1"),
         ("condition_features", (PHI, NEW_PHI, Y[:, None], 1), r"y must have .*\(30, 1\)"),
-        ("condition_features", (PHI, NEW_PHI, Y, np.ones(7)), "noise_scale must be one number"),
         ("condition_features", (1e200 * PHI, NEW_PHI, Y, 1e-200), "too large for float64"),
         ("log_marginal_likelihood", (X @ X.T, Y[:, None], 1), r"y must have .*\(30, 1\)"),
-        ("log_marginal_likelihood_features", (PHI, Y[:, None], 1), r"y must have .*\(30, 1\)"),
-        ("negative_log_density", (gp.Gaussian(Y, np.eye(30)), Y[:, None]), r"y must .*\(30, 1\)"),
         ("negative_log_density", (gp.Gaussian(Y, -np.eye(30)), Y), "a variance must be positive"),
-        ("kl", (gp.Gaussian(Y, np.eye(30)), gp.Gaussian(Y[:1], np.eye(1))), "covariance_of_q must"),
         ("observed", (gp.Gaussian(Y, np.eye(30)), np.ones(30)), "noise_scale must be one number"),
     ],
 )

@@ -1,7 +1,5 @@
 """The graph container: three ways in, what it multiplies, what it refuses."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import networkx
@@ -27,19 +25,6 @@ def test_edges_scipy_and_networkx_give_the_same_graph():
         np.testing.assert_allclose(graph.to_dense(), weights_matrix(), rtol=1e-7)
         assert graph.num_nodes == NUM_NODES
         assert graph.degrees.tolist() == (weights_matrix() != 0).sum(axis=1).tolist()
-
-
-def test_its_repr_is_one_line():
-    assert repr(example()) == "Graph(9 nodes, 7 edges, weighted)"
-    loops = Graph.from_edges([(0, 1), (1, 2), (3, 3)], num_nodes=4)
-    assert repr(loops) == "Graph(4 nodes, 3 edges, unweighted)"
-    assert jax.eval_shape(lambda graph: repr(graph) == "x" or graph.weights, loops).shape == (5,)
-
-
-def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "networkx", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'performer-jax\[graphs\]'"):
-        Graph.from_networkx.__wrapped__(Graph, None)
 
 
 def test_it_is_a_pytree_that_multiplies_under_jit():
@@ -106,17 +91,6 @@ def test_nothing_of_the_caller_is_edited():
     assert (edges.tolist(), weights.tolist()) == ([[0, 1], [1, 1]], [0, 2])
 
 
-@pytest.mark.parametrize("x64", [False, True])
-def test_a_scipy_matrix_of_a_graph_is_a_copy(x64):
-    with jax.enable_x64(x64):
-        graph = example()
-        matrix = graph.to_scipy()
-        matrix.data[:], matrix.indices[:], matrix.indptr[:] = 0, 0, 0
-        np.testing.assert_allclose(graph.to_dense(), weights_matrix(), rtol=1e-7)
-        expected = np.eye(NUM_NODES) - laplacian(weights_matrix())
-        np.testing.assert_allclose(graph.normalised().to_dense(), expected, atol=1e-7)
-
-
 def many_arcs():
     """A matrix that says it has 2^31 entries; it has none."""
     matrix = scipy.sparse.csr_array((2, 2))
@@ -134,10 +108,7 @@ def test_rounding_is_no_asymmetry():
     ("make", "words"),
     [
         (lambda: Graph.from_edges([(0, 3)], 3), r"edge 0, \(0, 3\), names a node outside 0..2"),
-        (lambda: Graph.from_edges([(0, 1), (-1, 2)], 3), r"edge 1, \(-1, 2\)"),
         (lambda: Graph.from_edges([(0.0, 1.0)], 3), "integer node ids, got float64"),
-        (lambda: Graph.from_edges([(0, 1, 2)], 3), r"pairs \(E, 2\), got shape \(1, 3\)"),
-        (lambda: Graph.from_edges([(0, 1)], 3, [1.0, 2.0]), "1 edges need as many weights"),
         (lambda: Graph.from_edges([(0, 1)], 3, [np.nan]), "not finite"),
         (lambda: Graph.from_scipy(np.ones((2, 3))), r"square, this one is \(2, 3\)"),
         (lambda: Graph.from_scipy(np.triu(np.ones((3, 3)), 1)), r"not symmetric: \[0, 1\] is 1"),
@@ -146,13 +117,7 @@ def test_rounding_is_no_asymmetry():
         (lambda: Graph.from_edges([], 2**31), "2147483648 nodes are more than int32 can number"),
         (lambda: Graph.from_edges(np.array([(0, 2**63)], np.uint64), 2), "names a node outside"),
         (lambda: Graph.from_edges([(0, 1)], 2, [1j]), "must be real numbers, got complex128"),
-        (lambda: Graph.from_edges([(0, 1)], 2, [1e39]), "not finite in float32"),
-        (lambda: Graph.from_edges([(0, 1)] * 2, 2, [np.inf, -np.inf]), "not finite"),
-        (lambda: Graph.from_scipy(np.ones(3)), r"square, this one is \(3,\)"),
-        (lambda: Graph.from_scipy(np.array([["a"]])), "must be real numbers, got <U1"),
         (lambda: Graph.from_scipy(1j * scipy.sparse.eye_array(2)), "got complex128"),
-        (lambda: Graph.from_scipy([[0, 1e9, 0], [1e9, 0, 1], [0, 0, 0]]), r"\[1, 2\] is 1 and"),
-        (lambda: Graph.from_scipy([[0, np.nan], [np.nan, 0]]), "not finite"),
         (
             lambda: Graph._from_rows(many_arcs()),
             r"2147483648 arcs \(two for each edge\) are more than int32",

@@ -23,10 +23,12 @@ from performer.graphs import (
 )
 from performer.graphs import couplings as walk_couplings
 from tests.graph_examples import NUM_NODES, copies, example, z_scores
+from tests.tiers import tiers
 
 B, HEADS, H, V, M = 2, 4, 3, 5, 6
 DIFFUSION = kernels.Diffusion(sigma=1.5)
 BOTH = pytest.mark.parametrize("implementation", ["dense", "pairs", "visits"])
+VISITS = pytest.mark.parametrize("implementation", tiers(["visits", "dense", "pairs"], 1))
 
 
 def attend(q, k, v, w, mask, *, implementation, **options):
@@ -95,7 +97,7 @@ def oracle(q, k, v, w, mask, exists=None, scale=None):
 
 
 @BOTH
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("key_heads", tiers([1, 4], 1))
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_it_is_the_sum_over_pairs(implementation, key_heads, unbiased):
     with jax.enable_x64(True):
@@ -105,6 +107,7 @@ def test_it_is_the_sum_over_pairs(implementation, key_heads, unbiased):
         np.testing.assert_allclose(found, oracle(q, k, v, w, matrix(mask)), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.thorough
 @BOTH
 def test_float32_is_near_the_sum_over_pairs(implementation):
     q, k, v, w = inputs()
@@ -114,6 +117,7 @@ def test_float32_is_near_the_sum_over_pairs(implementation):
     np.testing.assert_allclose(found, oracle(q, k, v, w, matrix(mask)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @BOTH
 def test_each_head_has_its_own_kernel_and_frequencies(implementation):
     with jax.enable_x64(True):
@@ -132,7 +136,7 @@ def test_each_head_has_its_own_kernel_and_frequencies(implementation):
         np.testing.assert_allclose(found, oracle(q, k, v, w, matrix(mask)), rtol=1e-9, atol=1e-12)
 
 
-@BOTH
+@VISITS
 def test_keys_that_do_not_exist_have_no_part(implementation):
     with jax.enable_x64(True):
         q, k, v, w = inputs()
@@ -159,7 +163,9 @@ def test_keys_that_do_not_exist_have_no_part(implementation):
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "relu", "elu+1"])
+@pytest.mark.parametrize(
+    "name", tiers(["hyperbolic", "trigonometric", "positive", "relu", "elu+1"], 2)
+)
 def test_feature_maps(implementation, name):
     """The attention of the feature map, times M."""
     with jax.enable_x64(True):
@@ -176,7 +182,7 @@ def test_feature_maps(implementation, name):
         np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-9)
 
 
-@BOTH
+@VISITS
 def test_calibration_changes_the_features_alone(implementation):
     """Under a mask of ones it is `performer_attention` with the same calibration."""
     with jax.enable_x64(True):
@@ -209,7 +215,7 @@ def test_exact_features_of_both_kernels_give_masked_softmax_attention():
 
 
 @pytest.mark.parametrize("summed", ["pairs", "visits"])
-@pytest.mark.parametrize("coupling", ["independent", "antithetic", "sigma"])
+@pytest.mark.parametrize("coupling", tiers(["antithetic", "independent", "sigma"], 1))
 def test_numerator_and_normaliser_are_unbiased(coupling, summed):
     """z-tests of 9 rows and 2 columns over 3,000 draws of the walks, for given frequencies.
 
@@ -239,7 +245,7 @@ def test_numerator_and_normaliser_are_unbiased(coupling, summed):
 
 
 @pytest.mark.parametrize("implementation", ["pairs", "visits"])
-@pytest.mark.parametrize("size", [1.0, 40.0])
+@pytest.mark.parametrize("size", tiers([40.0, 1.0], 1))
 def test_sparse_sums_hold_for_any_norm(size, implementation):
     """Long keys in one component, whose features are far below those of keys of 0 in another."""
     q, k, v, w = inputs(size=size)
@@ -261,7 +267,7 @@ def test_sparse_sums_hold_for_any_norm(size, implementation):
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4)
 
 
-@BOTH
+@pytest.mark.parametrize("implementation", tiers(["pairs", "dense", "visits"], 1))
 def test_gradients(implementation):
     """To queries, keys, values, frequencies and the modulation, against differences."""
     with jax.enable_x64(True):

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from performer.graphs import couplings
+from tests.tiers import tiers
 
 DRAWS = 40_000
 ALARM = 1e-6
@@ -51,7 +52,8 @@ def step_by_step(rng, count, num_walks, p_halt, offset):
     return lengths
 
 
-@pytest.mark.parametrize("p_halt", [0.1, 0.7])  # above 1 / 2 two antithetic walks may halt at once
+# Above 1 / 2 two antithetic walks may halt at once.
+@pytest.mark.parametrize("p_halt", tiers([0.7, 0.1], 1))
 @pytest.mark.parametrize("case", CASES)
 def test_every_length_is_geometric(case, p_halt):
     lengths = draw(CASES[case], 5, p_halt)

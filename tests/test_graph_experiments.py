@@ -65,45 +65,6 @@ def test_a_face_without_area_is_refused(tmp_path):
         graph_data.mesh_faces(path)
 
 
-def test_chosen(tmp_path):
-    default = ("Ladder", "cora", "karate")
-    assert list(graph_data.chosen((), default, None)) == ["Ladder", "karate"]
-    write(tmp_path / "graphs" / "cora.npz", edges=PATH, n_nodes=3)
-    assert graph_data.chosen((), ("Ladder", "cora"), tmp_path)["cora"].num_nodes == 3
-    assert list(graph_data.chosen(["Small ER"], default, tmp_path)) == ["Small ER"]
-
-
-def test_graphs_side_by_side():
-    path, edge = Graph.from_edges(PATH, 3), Graph.from_edges([(0, 1)], 2, [5.0])
-    w, v = (graph.to_dense() for graph in (path, edge))
-    np.testing.assert_array_equal(
-        graph_data.side_by_side([path, edge]).to_dense(), jax.scipy.linalg.block_diag(w, v)
-    )
-    np.testing.assert_array_equal(
-        graph_data.copies(edge, 3).to_dense(), jax.scipy.linalg.block_diag(v, v, v)
-    )
-
-
-def test_meshes(tmp_path):
-    normals = np.eye(3, dtype=np.float32)
-    graph, found = graph_data.mesh(write(tmp_path / "a.npz", edges=PATH, vertex_normals=normals))
-    np.testing.assert_array_equal(graph.to_dense(), Graph.from_edges(PATH, 3).to_dense())
-    np.testing.assert_array_equal(found, normals)
-    faces, found = graph_data.mesh_faces(write(tmp_path / "b.npz", **SQUARE))
-    np.testing.assert_array_equal(faces.to_dense(), [[0, 1, 1], [1, 0, 0], [1, 0, 0]])
-    np.testing.assert_allclose(found, [[0, 0, 1], [0, 0, 1], [0, 1, 0]], atol=1e-12)
-
-
-def test_traffic(tmp_path):
-    path = write(
-        tmp_path / "traffic.npz", edges=[(0, 1), (1, 2), (0, 1)], n_nodes=3,
-        weights=[1.0, 2.0, 4.0], obs_nodes=[2, 0], obs_speed=[50.0, 60.0],
-    )  # fmt: skip
-    graph, nodes, speeds = graph_data.traffic(path)
-    np.testing.assert_array_equal(graph.to_dense(), [[0, 5, 0], [5, 0, 2], [0, 2, 0]])
-    assert (nodes.tolist(), speeds.tolist()) == ([2, 0], [50, 60])
-
-
 PATH_AND_EDGE = [Graph.from_edges(PATH, 3), Graph.from_edges([(0, 1)], 2)]
 
 
@@ -179,23 +140,6 @@ def test_tasks_with_the_exact_kernel(monkeypatch):
     np.testing.assert_allclose(opposite, 2, atol=1e-5)
 
 
-@pytest.mark.parametrize("p_halt", [0.1, 0.2, 0.3, 0.4, 0.5])
-def test_groups_of_walkers(p_halt):
-    """Of an ensemble no two halt at once; of a circle neighbours may, less often than strangers."""
-    found = termination.groups(p_halt)
-    for name, bounds in {
-        "ensembles": (p_halt, p_halt),
-        "close pairs": (p_halt * (1 - p_halt), p_halt),
-        "circles": (p_halt * (1 - p_halt), p_halt),
-    }.items():
-        assert bounds[0] - 1e-9 <= found[name].offset <= bounds[1] + 1e-9
-        assert found[name].size * found[name].offset <= 1 + 1e-9
-    size, offset = found["circles"].size, found["circles"].offset
-    assert size * offset == pytest.approx(1)
-    assert 1 / (size + 1) < p_halt * (1 - p_halt)
-    assert termination.WALKS % found["ensembles"].size == 0
-
-
 def test_termination(tmp_path, monkeypatch):
     """At p = 1/2 ensembles and circles are pairs; draws agree (false alarms 1e-5 for each)."""
     monkeypatch.setattr(termination, "P_HALT", (0.5,))
@@ -214,14 +158,6 @@ def test_termination(tmp_path, monkeypatch):
     (row,) = read_csv(tmp_path / "recommended.csv")
     assert float(row["error"]) <= 0.1 < float(row["independent"])
     assert (tmp_path / "ratios.png").exists()
-
-
-def test_angles():
-    found = np.array([[[2.0, 0, 0], [0, 3, 0], [np.nan, 0, 0], [0, 0, 0]]])
-    normals = np.tile([1.0, 0, 0], (4, 1))
-    for hidden, want in (([1, 0, 0, 0], 0), ([1, 1, 0, 0], 0.5), ([1, 0, 1, 1], 2 / 3)):
-        got = graph_tasks._mean_angles(found, normals, np.array([hidden], bool))
-        np.testing.assert_allclose(got, [want])
 
 
 def test_task_tables(tmp_path, monkeypatch):

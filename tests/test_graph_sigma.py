@@ -11,7 +11,6 @@ from graph_examples import laplacian
 from matplotlib import pyplot as plt
 from scipy import stats
 
-from experiments.graphs import data as graph_data
 from experiments.graphs import gp as graph_gp
 from experiments.graphs import sigma as graph_sigma
 from performer import gp
@@ -33,14 +32,6 @@ def _kernel(graph):
 
 def _weights(graph):
     return np.asarray(graph.to_dense(), np.float64)
-
-
-def test_frobenius_errors():
-    rng = np.random.default_rng(0)
-    blocks, exact = rng.normal(size=(3, 4, 4)) + np.eye(4), rng.normal(size=(4, 4))
-    want = [np.linalg.norm(exact - phi @ phi.T) / np.linalg.norm(exact) for phi in blocks]
-    phi = scipy.sparse.csr_array(scipy.sparse.block_diag(blocks))
-    np.testing.assert_allclose(graph_data.frobenius_errors(phi, exact), want, rtol=1e-10)
 
 
 def test_kernel_errors(monkeypatch):
@@ -83,20 +74,6 @@ def test_pagerank_errors(coupled):
         assert len(squares) == repeats
         assert abs(squares.mean() - want) < 6 * squares.std() / repeats**0.5
         assert squares.std() / repeats**0.5 < 0.02 * want
-
-
-def test_nodes_without_edges_are_refused():
-    graph = Graph.from_edges([(0, 1)], 3)
-    with pytest.raises(ValueError, match="graph 'mine' has nodes without edges"):
-        graph_sigma.require_edges({"mine": graph})
-
-
-def test_cayley_distance():
-    same, swapped, cycle = np.arange(5), np.array([0, 3, 2, 1, 4]), np.array([1, 2, 3, 4, 0])
-    assert graph_sigma.cayley_distance(swapped, swapped) == 0
-    assert graph_sigma.cayley_distance(same, swapped) == 1
-    assert graph_sigma.cayley_distance(cycle, same) == 4
-    assert graph_sigma.cayley_distance(cycle, swapped[cycle]) == 1
 
 
 def test_figures_of_couplings(tmp_path):

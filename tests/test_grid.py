@@ -7,10 +7,9 @@ import pytest
 from flax import nnx
 
 from performer.graphs import kernels
-from performer.nnx import PerformerAttention
 from tests.small import new_vit, small_config
 from vit import config
-from vit.model.grid import NUM_TERMS, GridAttention, grid
+from vit.model.grid import GridAttention, grid
 
 HEADS, SIDE, PREFIX = 4, 3, 2
 
@@ -69,13 +68,6 @@ def test_attention_is_that_of_the_weights_times_the_mask():
     np.testing.assert_allclose(attention(*qkv()), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_without_walks_and_with_weight_one_it_is_the_performer():
-    attention = layer()
-    attention.modulation[...] = jnp.full((HEADS, NUM_TERMS), -jnp.inf)
-    plain = PerformerAttention(8, 4, num_heads=HEADS, rngs=nnx.Rngs(0, frequencies=1))
-    np.testing.assert_allclose(attention(*qkv()), plain(*qkv()), rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "options", [dict(is_causal=True), dict(bias=jnp.ones(())), dict(segment_ids=jnp.ones((2, 11)))]
 )
@@ -102,9 +94,3 @@ def test_alibi_has_a_slope_for_each_head():
     model = new_vit(small_config(attention=config.Attention(mask="alibi", num_features=8)))
     slopes = model.blocks[0].attention.attention_fn.estimate["alibi_slopes"]
     assert slopes.tolist() == [1 / 4, 1 / 16, 1 / 64, 1 / 256]
-
-
-def test_a_mask_without_random_features_is_refused():
-    settings = small_config(attention=config.Attention(mask="grid", kind="softmax"))
-    with pytest.raises(ValueError, match=r"mask \('grid'\) needs .*kind \('softmax'\)=performer"):
-        config.validate(settings)

@@ -2,9 +2,7 @@
 
 import jax
 import numpy as np
-import pytest
 
-from experiments import figures
 from experiments.common import harness, statistics
 from vit.reports import report
 
@@ -82,43 +80,8 @@ def test_a_csv_is_read_as_the_rows_that_made_it(tmp_path):
     assert np.isnan(row["mean ±"])
 
 
-def test_a_coupling_has_one_colour_and_a_row_without_x_is_a_baseline(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(harness.report, "save", lambda figure, path: drawn.append(figure))
-    lines = 'pm,1,0.5\npm,2,0.2\n"pm, full",1,0.4\nnew,1,0.3\nuniform,,0.1\n'
-    (tmp_path / "t.csv").write_text("coupling,m,error\n" + lines)
-    harness.figure(tmp_path / "t", x="m", y="error", log="y")
-    (axis,) = drawn[0].axes
-    style = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in axis.lines}
-    assert style["pm"] == (harness.COLORS["pm"], "-")
-    assert style["pm, full"] == (harness.COLORS["pm"], "--")
-    assert style["new"][0] not in harness.COLORS["pm"]
-    assert style["uniform"] == (harness.INK, ":")
-    assert axis.get_xlabel() == "m (features)"
-    assert axis.get_legend() is None  # it is below the axes
-    assert len(drawn[0].legends) == 1
-
-
-@pytest.mark.parametrize(
-    "png", sorted(figures.RESULTS.rglob("*.png")), ids=lambda png: png.parent.name
-)
-def test_committed_figures_have_their_csv_and_options(png):
-    options = figures.options(png)
-    tables = options.get("tables") or [png.stem]
-    assert all(png.with_name(f"{table}.csv").exists() for table in tables)
-    assert png.stat().st_size < 150_000
-
-
 def test_draws_have_a_key_each():
     found = harness.draws(lambda key: jax.random.normal(key, (2,)), 7, seed=3, batch_size=4)
     want = [jax.random.normal(key, (2,)) for key in jax.random.split(jax.random.key(3), 7)]
     np.testing.assert_allclose(found, want, rtol=1e-6)
     assert found.dtype == np.float64
-
-
-def test_printed_numbers(tmp_path):
-    (tmp_path / "paper.csv").write_text("table,set,value\n1,a,0.5 ± 0.1\n2,a,\n")
-    table = harness.printed(tmp_path / "paper.csv", "table", "set")
-    assert table["1", "a"]["value"] == "0.5 ± 0.1"
-    with pytest.raises(KeyError):
-        table["3", "a"]

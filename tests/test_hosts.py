@@ -107,13 +107,6 @@ def test_two_processes_train_as_one_and_stop_together(outputs, tmp_path, monkeyp
     assert checkpoint.found(workdir) == [log[-1]["step"]]
 
 
-def test_one_process_agrees_with_itself():
-    assert devices.gathered("é") == ["é"]
-    assert devices.failures("") == []
-    assert devices.failures("no") == ["no"]
-    devices.check_same({"seed": 1})
-
-
 def test_a_second_process_that_differs_is_refused(monkeypatch):
     """As process 1 of two; process 0 has seed 0."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)

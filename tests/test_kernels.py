@@ -175,21 +175,6 @@ def test_at_zero_and_even_are_those_of_the_feature_map():
         assert np.allclose(there, back, atol=1e-5) == kernel.even
 
 
-def test_words():
-    assert kernels.get("rbf") == kernels.get(kernels.gaussian) == kernels.gaussian
-    assert kernels.get("matern-3/2") == kernels.matern(1.5)
-    with pytest.raises(ValueError, match="unknown kernel 'matern'; did you mean 'matern-"):
-        kernels.get("matern")
-    with pytest.raises(ValueError, match=r"one of gaussian, .* or a kernels\.Kernel, got 3"):
-        inspect.unwrap(kernels.get)(3)
-
-
-def test_matern_of_another_order():
-    for nu in (1.0, 0.0, -0.5):
-        with pytest.raises(ValueError, match=f"1/2, 3/2, 5/2, ... for a closed form, got {nu}"):
-            kernels.matern(nu)
-
-
 def matern_derivatives(difference, nu, lengthscale):
     """Gradient and Hessian in x, by (s^nu K_nu)' = -s^nu K_{nu-1} and SciPy's Bessel functions."""
     u = 2 * nu / lengthscale**2
@@ -239,6 +224,7 @@ def test_derivatives_at_equal_close_and_far_points():
                     np.testing.assert_allclose(one[i], want, **close)
 
 
+@pytest.mark.thorough
 def test_second_derivatives_of_the_arc_cosine_kernel():
     """Of order 1, by its gradient (|y| sin t x / |x| + (pi - t) y) / pi in float64 differences."""
     x = np.array([0.3, -0.7, 1.1])

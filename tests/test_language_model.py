@@ -62,19 +62,6 @@ def test_windows_of_a_text():
     assert [x[0] for x in held_out] == list(range(900, 984, 16))
 
 
-def test_texts_that_cannot_be_read(tmp_path):
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    assert len(text.read().numbers) > 10**5, "the help topics of Python"
-    with pytest.raises(ValueError, match="as UTF-8: .*decode byte"):
-        text.read(str(tmp_path / "bytes"))
-    with pytest.raises(ValueError, match=r"--text=.*none cannot be read .*No such file"):
-        text.read(str(tmp_path / "none"))
-    with pytest.raises(ValueError, match="windows of 512 need at least 5642"):
-        text.dataset(text.numbered("short"), 512)
-    with pytest.raises(ValueError, match="has no 'é'"):
-        text.encoded("café", tuple("acf"))
-
-
 def test_rotations_leave_what_depends_on_the_distance_alone():
     x, y = np.random.default_rng(0).standard_normal((2, 1, 5, 1, 8))
     first, later = (rotated(jnp.asarray(x), jnp.arange(5) + shift) for shift in (0, 7))
@@ -137,18 +124,6 @@ def test_features_that_cost_loss_are_left_out():
         kept += [bool((layer.far["weight"][...] > SILENT).all()) for layer in chosen]
         assert loss(chosen) < alone or not any(kept[-2:])
     assert {*kept} == {True, False}
-
-
-def test_without_a_far_weight_it_is_the_window():
-    model, _, learned, _ = decoder("softmax")
-    far = Far.of(jax.random.normal(jax.random.key(0), (2, 6, 8)))
-    nothing = far._replace(weight=jnp.full(2, -jnp.inf))
-    x = tokens(32)
-    none, some, alone = (
-        exchanged(learned, model, [Hybrid(f, None, 4)] * 2)(x) for f in (nothing, far, None)
-    )
-    np.testing.assert_allclose(none, alone, atol=1e-6)
-    assert jnp.abs(some - alone).max() > 1e-3
 
 
 @pytest.mark.parametrize(

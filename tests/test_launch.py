@@ -94,10 +94,6 @@ def test_a_bad_value_ends_in_one_line(given, said):
     assert "\n" not in str(end.value)
 
 
-def test_the_help_is_that_of_the_docstring():
-    assert arguments.meanings(example)["sizes"] == "each m; even numbers"
-
-
 PROGRAM = '''
 """What it does."""
 from pathlib import Path
@@ -119,6 +115,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.thorough
 def test_a_program(tmp_path):
     unknown = "ValueError: unknown value 'c'; did you mean 'b'? Choices: a, b"
     cases = [
@@ -172,6 +169,7 @@ def test_the_recipe_runs(tmp_path):
     assert len((tmp_path / "gram_error.csv").read_text().splitlines()) == 3
 
 
+@pytest.mark.thorough
 def test_tables_say_what_made_them(tmp_path):
     """run.json: the command that can be typed again, versions; none where no table was written."""
     (tmp_path / "program.py").write_text(

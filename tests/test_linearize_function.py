@@ -12,16 +12,20 @@ import performer
 from performer import calibration, couplings
 from performer.linearization import layers
 from tests import zoo
+from tests.tiers import tiers
 from tests.zoo import HEAD, HEADS, LEFT, LENGTHS, LINEAR, SEGMENTS, TRIL, B, T
 
 EXACT = dict(exact_window=1000, num_features=4)
 """All keys are exact: the new function is the old one."""
-SLOW = {zoo.nnx_remat, zoo.nnx_scan, zoo.linen_remat, zoo.linen_scan, zoo.haiku_layer}
+CORE = [zoo.plain, zoo.batch_of_heads, zoo.gemma, zoo.jax_lengths, zoo.nnx_vit, zoo.encoder_decoder]
+CORE += [zoo.checkpointed, zoo.packed_causal, zoo.alibi, zoo.vmapped, zoo.bfloat16]
+CORE += [zoo.t5_bias, zoo.sliding_window, zoo.soft_cap, zoo.dropout, zoo.conditional]
+CORE += [zoo.flash_kernel, zoo.cross]
+"""Models of the core; the others, whose ways to write attention are like theirs, are thorough."""
 
 
-def named(models, slow=()):
-    marks = {True: pytest.mark.thorough, False: ()}
-    return [pytest.param(x, id=x.__name__, marks=marks[x in slow]) for x in models]
+def named(models, core=CORE):
+    return tiers(models, core, lambda model: model.__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +81,7 @@ def both(new, old, arguments):
     return compute(new, arrays)
 
 
-@pytest.mark.parametrize("model", named(LINEAR, SLOW))
+@pytest.mark.parametrize("model", named(LINEAR))
 def test_with_all_keys_exact_it_is_the_same_function(model):
     """Outputs and gradients, but for cross attention, which has no window."""
     function, batches = model()
@@ -116,14 +120,6 @@ def test_what_stays_exact_is_named(model):
     )
     np.testing.assert_allclose(left, exact, atol=1e-6)
     assert not np.allclose(changed, before, atol=1e-3)
-
-
-def test_other_softmaxes_are_left_alone():
-    function, batches = zoo.classifier()
-    new, report = performer.linearize(function, batches, num_features=4)
-    assert len(rows_of(report)) == 1
-    assert not report.left
-    np.testing.assert_allclose(new(*batches[0])[1], function(*batches[0])[1], atol=1e-6)
 
 
 def test_nothing_to_replace_is_an_error():
@@ -222,20 +218,13 @@ def test_a_flag_that_changes_attention(by):
         assert jnp.isnan(got).any() or jnp.max(jnp.abs(got - want)) < 1e-5
 
 
+@pytest.mark.thorough
 def test_other_documents_and_lengths_than_measured():
     for model, other in ((zoo.packed_causal, zoo.OTHER_SEGMENTS), (zoo.jax_lengths, LENGTHS[::-1])):
         function, [(params, _, x), *_] = model()
         new, _ = performer.linearize(function, model()[1], **EXACT)
         arguments = params, jnp.asarray(other), x
         np.testing.assert_allclose(new(*arguments), function(*arguments), atol=1e-5)
-
-
-def test_other_lengths_than_measured():
-    """The function is traced again for arguments of another shape."""
-    function, batches = zoo.gpt()
-    new, _ = performer.linearize(function, batches, **EXACT)
-    arguments = batches[0][0], zoo.array(5, 3, T + 5, zoo.WIDTH)
-    same(new(*arguments), function(*arguments), 1e-5)
 
 
 def test_a_step_with_a_cache_is_another_program():
@@ -278,6 +267,7 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
     )
 
 
+@pytest.mark.thorough
 def test_keep_where_and_seed():
     function, batches = zoo.linen_encoder()
     _, report = performer.linearize(function, batches, num_features=4)
@@ -294,13 +284,7 @@ def test_keep_where_and_seed():
     assert len(jax.tree.leaves(other)) == len(jax.tree.leaves(new))
 
 
-def test_all_kept_is_the_same_function():
-    function, batches = zoo.plain()
-    new, report = performer.linearize(function, batches, keep=5)
-    assert set(rows_of(report).values()) == {"exact"}
-    np.testing.assert_allclose(new(*batches[0]), function(*batches[0]), atol=1e-6)
-
-
+@pytest.mark.thorough
 def test_refining_lowers_the_errors_of_the_report():
     function, batches = zoo.matmuls()
     plain, refined = (
@@ -332,6 +316,7 @@ def test_refining_beside_a_window(model, way, monkeypatch):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(new(*batches[0])))
 
 
+@pytest.mark.thorough
 def test_the_function_is_a_tree_of_its_frequencies():
     """Gradients in them are finite; it works without and with `jax.jit`, and its copies do."""
     function, batches = zoo.plain()
@@ -349,15 +334,6 @@ def test_the_function_is_a_tree_of_its_frequencies():
     np.testing.assert_allclose(
         jax.vmap(new, (None, 0))(arguments[0], arguments[1][None])[0], compiled, atol=1e-5
     )
-
-
-def test_static_arguments_may_be_anything():
-    function, [(params, x), *_] = zoo.plain()
-    call = lambda p, x, mode: function(p, x) if mode == "eval" else x  # noqa: E731
-    new, _ = performer.linearize(call, [(params, x, "eval")], **EXACT)
-    np.testing.assert_allclose(new(params, x, "eval"), function(params, x), atol=1e-5)
-    with pytest.raises(ValueError, match="computed differently"):
-        new(params, x, "train")
 
 
 @pytest.mark.parametrize(
@@ -379,6 +355,7 @@ def test_invalid_arguments(batches, options, error):
         performer.linearize(function, batches(*arguments), **options)
 
 
+@pytest.mark.thorough
 def test_batches_of_other_lengths_are_measured_together():
     function, [(params, x), *_] = zoo.gpt()
     batches = [(params, x), (params, x[:1, :5])]

@@ -1,6 +1,5 @@
 """performer_attention_fn inside linen.MultiHeadDotProductAttention."""
 
-import inspect
 from functools import partial
 
 import jax
@@ -11,6 +10,7 @@ from flax import linen
 
 from performer import couplings, performer_attention
 from performer.linen import performer_attention_fn
+from tests.tiers import tiers
 
 X = jax.random.normal(jax.random.key(0), (3, 5, 8))
 W = couplings.draw(jax.random.key(1), "orf", 16, 4, num_heads=2)
@@ -40,19 +40,11 @@ def test_is_performer_attention_between_the_projections():
     np.testing.assert_allclose(weights.sum(axis=-1), np.ones((3, 2, 5)), rtol=1e-5)
 
 
-def test_every_keyword_of_linen_is_named():
-    """linen drops, without a word, what a signature does not name."""
-    named = inspect.signature(performer_attention_fn).parameters
-    # einsum_dot_general is the one that the layer itself never passes.
-    theirs = set(inspect.signature(linen.dot_product_attention).parameters)
-    assert theirs - {"einsum_dot_general"} <= set(named)
-
-
 SLOPES = np.array([0.5, 0.125])
 
 
 @pytest.mark.parametrize(
-    "places", [{}, {"exact_window": 2, "exact_first": 1, "alibi_slopes": SLOPES}]
+    "places", tiers([{"exact_window": 2, "exact_first": 1, "alibi_slopes": SLOPES}, {}], 1)
 )
 def test_decoding_is_causal_attention(places):
     module = layer(decode=True, **places)
@@ -70,6 +62,7 @@ def test_decoding_is_causal_attention(places):
     assert np.allclose(want, plain, atol=1e-3) == (not places)
 
 
+@pytest.mark.thorough
 def test_frequencies_of_a_module_are_redrawn_and_not_trained():
     class Layer(linen.Module):
         @linen.compact

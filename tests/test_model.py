@@ -10,6 +10,7 @@ from flax import nnx
 
 from performer.nnx import Frequencies, Statistics
 from tests.small import CALIBRATED, SHALLOW, TINY, new_vit, shapes, small_config
+from tests.tiers import tiers
 from vit import config
 from vit.model import sincos_positions, z_order
 
@@ -108,7 +109,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers(KINDS, ["token"]))
 def test_softmax_attention_does_not_see_the_order_that_a_window_wants(kind):
     """Logits and what the head reads, of images of patches that all differ."""
     outputs, side = [], 8 // KINDS[kind].patch_size
@@ -127,6 +128,7 @@ def test_softmax_attention_does_not_see_the_order_that_a_window_wants(kind):
         np.testing.assert_allclose(ordered[name], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_window_over_all_tokens_is_softmax_and_a_small_one_is_on_the_way(monkeypatch):
     """16 patches; class token and registers are exact for all."""
     monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
@@ -148,6 +150,7 @@ def test_a_window_over_all_tokens_is_softmax_and_a_small_one_is_on_the_way(monke
     assert 0 < near < none
 
 
+@pytest.mark.thorough
 def test_options_of_the_head_and_the_mlp(monkeypatch):
     """scenic's: tanh before the head, classes that are unlikely at first, Glorot's scale."""
     monkeypatch.setitem(config.SIZES, "XS", TINY._replace(depth=1, mlp_dim=2048))
@@ -194,16 +197,6 @@ def test_tokens_without_a_place_and_what_the_head_reads():
     np.testing.assert_allclose(model.pooled(jnp.asarray(x)), mean, rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_only_in_training():
-    model = vit(model=config.Model("XS/4", dropout=0.5))
-    model.head.kernel[...] = jax.random.normal(jax.random.key(0), (16, 5))
-    evaluated = [forward(model)[0] for _ in range(2)]
-    model.train()
-    trained = [forward(model)[0] for _ in range(2)]
-    np.testing.assert_array_equal(*evaluated)
-    assert not np.allclose(*trained)
-
-
 def test_stochastic_depth_has_the_law_of_its_definition(monkeypatch):
     """Block 1 of 3 drops each summand of an example with p / 2, block 2 with p, block 0 none.
 
@@ -221,15 +214,6 @@ def test_stochastic_depth_has_the_law_of_its_definition(monkeypatch):
         kept = got[:, 0, 0] > 0
         np.testing.assert_allclose(got[kept], 1 / (1 - rate), rtol=1e-6)
         assert abs(kept.mean() - (1 - rate)) <= 5 * np.sqrt(rate * (1 - rate) / n)
-
-
-def test_a_block_without_its_summands_is_the_identity():
-    """With p next to 1 in the last of two blocks nothing but the first is left."""
-    model = vit(model=config.Model("XS/4", drop_path=0.999999))
-    model.train()
-    _, passed = nnx.jit(lambda model: model(jnp.asarray(IMAGES)))(model)
-    np.testing.assert_array_equal(passed["block01/output"], passed["block00/output"])
-    assert not np.allclose(passed["block00/output"], passed["embedded"])
 
 
 def test_sincos_positions_are_distinct_and_of_unit_amplitude():
@@ -257,6 +241,7 @@ def gradients(**model):
     return loss, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(net, Statistics))
 
 
+@pytest.mark.thorough
 def test_remat_changes_nothing_but_memory():
     """Dropout masks and running statistics are those of one pass, not of two."""
     for kept, again in zip(gradients(), gradients(remat=True), strict=True):
@@ -265,6 +250,7 @@ def test_remat_changes_nothing_but_memory():
         )
 
 
+@pytest.mark.thorough
 def test_bfloat16_is_near_float32_and_leaves_parameters_and_statistics_float32():
     exact, half = gradients(), gradients(dtype="bfloat16")
     assert float(half[0]) == pytest.approx(float(exact[0]), rel=0.05)
@@ -274,15 +260,3 @@ def test_bfloat16_is_near_float32_and_leaves_parameters_and_statistics_float32()
     logits, intermediates = forward(vit(model=config.Model("XS/4", dtype="bfloat16")))
     assert logits.dtype == intermediates["pooled"].dtype == jnp.float32
     assert intermediates["block00/output"].dtype == jnp.bfloat16
-
-
-def test_without_stochastic_depth_there_is_no_stream_for_it():
-    """The state is that of a model without it: checkpoints of both are read."""
-    paths = []
-    for probability in (0.0, 0.1):
-        model = shapes(small_config(model=config.Model("XS/4", drop_path=probability)), 5, 1)
-        paths.append({path for path, _ in nnx.to_flat_state(nnx.state(model))})
-    assert {p for p in paths[1] - paths[0]} == {
-        ("blocks", 1, "drop_path", "rngs", name) for name in ("count", "key")
-    }
-    assert paths[0] < paths[1]

@@ -1,6 +1,5 @@
 """PerformerAttention inside nnx.MultiHeadAttention."""
 
-import inspect
 import itertools
 from functools import partial
 
@@ -14,9 +13,8 @@ from flax import nnx
 
 import performer
 from performer import performer_attention
-from performer.linearization.layers import Options
-from performer.nnx import Frequencies, PerformerAttention, Statistics, redraw
-from vit.config import Attention
+from performer.nnx import PerformerAttention, redraw
+from tests.tiers import tiers
 
 
 def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=None, **kwargs):
@@ -49,29 +47,13 @@ def test_heads_and_layers_draw_their_own():
     jax.tree.map(np.testing.assert_array_equal, *params)
 
 
-def test_one_default_coupling():
-    of = (PerformerAttention.__init__, performer.linearize, Options)
-    of += (performer.analysis.attention_error, performer.analysis.recommend)
-    defaults = {inspect.signature(x).parameters["coupling"].default for x in of}
-    assert defaults == {performer.couplings.DEFAULT, Attention().coupling}
-
-
-def test_the_dtype_of_the_layer_is_that_of_its_attention():
-    heads = [X.reshape(3, 5, 2, 4)] * 3
-    attention_fn = layer(decode=False).attention_fn
-    got = attention_fn(*heads, dtype=jnp.bfloat16)
-    want = attention_fn(*(x.astype(jnp.bfloat16) for x in heads))
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(got, want)
-
-
 WINDOW: dict = dict(exact_window=2, exact_first=1)
 SLOPES: dict = dict(alibi_slopes=np.array([0.5, 0.125]))
 PLACES = WINDOW | SLOPES
 OF_FOUR = WINDOW | dict(alibi_slopes=np.array([0.5, 0.125, 0.0, 2.0]))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 @pytest.mark.parametrize(
     "options", [dict(feature_map="hyperbolic"), OF_FOUR], ids=["map", "places"]
 )
@@ -93,7 +75,7 @@ def test_options_are_those_of_the_operator(options, is_causal):
         np.testing.assert_array_equal(changed[:, :4], got[:, :4])
 
 
-@pytest.mark.parametrize("options", [{}, PLACES], ids=["plain", "places"])
+@pytest.mark.parametrize("options", tiers([PLACES, {}], 1))
 def test_decoding_is_causal_attention(options):
     """Token by token through Flax's cache, whose keys after the token do not exist; weights too."""
     module = layer(options=options, decode=True)
@@ -205,19 +187,6 @@ def calibrated(num_heads: int | None = 2, method="full", **kwargs):
     )
 
 
-def test_frequencies_and_statistics_are_state_but_no_parameters():
-    module = calibrated()
-    _, params, frequencies, state, _ = nnx.split(module, nnx.Param, Frequencies, Statistics, ...)
-    assert len(jax.tree.leaves(params)) == 8
-    assert len(jax.tree.leaves(frequencies)) == 1
-    assert len(jax.tree.leaves(state)) == 5  # moments, shift, scale, its inverse, root
-    gradients = nnx.grad(lambda m: jnp.sum(m(X) ** 2))(module)
-    assert jax.tree.structure(gradients) == jax.tree.structure(params)
-    assert np.all([np.all(np.isfinite(x)) for x in jax.tree.leaves(gradients)])
-    assert np.any(module.attention_fn.statistics["moments"][...])  # the grad call measured, too
-    assert not nnx.state(layer(decode=False), Statistics)
-
-
 def test_calibrated_causal_attention_does_not_see_the_future_in_training():
     """Not even through its statistics: they are used from the next call on."""
     one, two = calibrated(), calibrated()
@@ -243,6 +212,7 @@ def test_one_calibration_for_all_heads_and_a_wrong_number():
         calibrated(method="ful")
 
 
+@pytest.mark.thorough
 def test_a_learned_coupling_trains_a_model():
     """A coupling as a value: drawn, redrawn and calibrated with, in one program."""
     learned = performer.copula.orthogonal(jnp.asarray([0.3, -0.4, 0.2, 0.1, 0.5, -0.2]))
@@ -270,18 +240,3 @@ def test_a_learned_coupling_trains_a_model():
     assert losses[-1] < 0.8 * losses[0]
     assert len(traces) == 1
     assert not np.array_equal(model.attention_fn.frequencies[...], drawn)
-
-
-def test_redraw_of_layers_that_vmap_stacks():
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap
-    def stacked(rngs):
-        return PerformerAttention(4, 2, coupling="iid", num_heads=2, redraw_every=1, rngs=rngs)
-
-    model = stacked(nnx.Rngs(frequencies=0))
-    before = np.asarray(model.frequencies[...])
-    redraw(jax.random.key(0), model, 1)
-    after = np.asarray(model.frequencies[...])
-    assert after.shape == before.shape == (3, 2, 4, 2)
-    assert not np.isin(after, before).any()
-    assert len(np.unique(after)) == after.size

@@ -9,6 +9,7 @@ from flax import nnx
 from performer.graphs import features, kernels, rotary
 from performer.nnx import Frequencies, GraphAttention, redraw
 from tests.graph_examples import karate
+from tests.tiers import tiers
 
 X = jax.random.normal(jax.random.key(0), (34, 8))
 WALKS = features.sample(jax.random.key(1), karate(), num_walks=4, p_halt=0.3)
@@ -67,7 +68,7 @@ def learned_mask(model):
     return phi @ phi.swapaxes(1, 2)
 
 
-@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("rotated", tiers([True, False], 1))
 def test_the_layer_is_that_of_the_equations(rotated):
     positions = rotary.coordinates(karate(), 3) if rotated else None
     model = changed(layer(mask=WALKS, num_terms=4, positions=positions))
@@ -95,6 +96,7 @@ def test_the_initial_kernel_is_diffusion():
     np.testing.assert_allclose(model(X), model(X, estimate), atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_gradients_reach_every_parameter_and_no_walk():
     model = layer(mask=WALKS, positions=rotary.coordinates(karate(), 3))
 

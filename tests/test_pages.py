@@ -28,25 +28,6 @@ def test_printed_commands_are_what_the_programs_take(name):
             pytest.fail(f"{module} {given}: {error}")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("python -m experiments.graphs.sigma --repeat=3", "Unknown command line flag 'repeat'"),
-        ("python -m experiments.graphs.sigma --repeats=3.5", "'3.5' is no integer"),
-        ("python -m experiments.benchmark attention --lengths", "Missing value for flag --lengths"),
-        ("performer-vit train --config=digit --workdir=x", "unknown config 'digit'"),
-        ("python -m vit.train --config=digits --config.lr=1", "lr"),
-        ("python -m vit.evaluate --workdir=x --report=heads", "heads"),
-        ("python -m experiments.compare --grid config.num_epochs=many", "num_epochs=many"),
-        ("python -m experiments.nothing --out=x", "No such file"),
-    ],
-)
-def test_a_command_that_is_wrong_is_seen(text, said):
-    ((module, given),) = commands.printed(text)
-    with pytest.raises(Exception, match=said):
-        commands.check(module, given)
-
-
 def test_tests_that_pages_name_are_there():
     named = {name for page in PAGES for name in re.findall(r"test_\w+\.py::\w+", page.read_text())}
     assert len(named) > 20

@@ -47,16 +47,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_pictures_of_files_and_folders(folder):
-    found = predict.pictures([folder, folder / "notes.txt"])  # a file that is named is taken
-    names = [str(path.relative_to(folder)) for path in found]
-    assert names == ["a.png", "b.JPG", "broken.png", "deep/c.bmp", "notes.txt"]
-    with pytest.raises(ValueError, match="nowhere does not exist"):
-        predict.pictures([folder / "nowhere"])
-    with pytest.raises(ValueError, match="no pictures: give files, or folders with .jpg"):
-        predict.pictures([])
-
-
 def test_every_readable_picture_is_seen_once_in_order(model, folder, monkeypatch):
     monkeypatch.setattr(predict.use, "LARGEST", 2)
     paths, bad = predict.pictures([folder]), []
@@ -95,6 +85,7 @@ def test_maps_leave_out_tokens_without_a_place():
             np.testing.assert_allclose(np.ravel(got), want / want.sum(), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_maps_with_a_window_lie_as_the_picture_does():
     """The exact ones are those of the model without one; its own are those of its attention."""
     images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 1), dtype=np.uint8)
@@ -121,13 +112,6 @@ def test_maps_are_of_the_models_own_queries_and_keys(model):
     expected = row / row.sum(axis=-1, keepdims=True)
     np.testing.assert_allclose(maps.exact.reshape(2, 4), expected, atol=1e-5)
     np.testing.assert_allclose(maps.own.sum(axis=(1, 2)), 1, atol=1e-5)
-
-
-def test_maps_become_pictures(model, folder):
-    seen = next(predict.predict(model, [folder / "a.png"]))
-    predict.draw_attention(model, seen, folder / "maps", 7)
-    with Image.open(folder / "maps" / "00007_a.png") as drawn:
-        assert drawn.width > 2 * drawn.height  # the picture, estimated, exact
 
 
 PROGRAM = """
@@ -185,17 +169,6 @@ def test_the_command(command, workdir, folder):
         command(folder / "broken.png")
     said, told = command.streams[-1]
     assert (said, "0 pictures; 1 could not be read" in told) == ("", True)
-
-
-def test_a_table_is_looked_at_first_and_grows_batch_by_batch(model, folder):
-    seen = next(predict.predict(model, [folder / "a.png", folder / "b.JPG"], top=2))
-    path = folder / "new" / "table.csv"
-    with predict.table(path, 2) as add:
-        for number, each in enumerate(seen, 1):
-            add([each])
-            assert len(path.read_text().splitlines()) == 1 + number  # what a kill leaves
-    with pytest.raises(FileExistsError, match="table.csv"), predict.table(path, 2):
-        pass
 
 
 @pytest.mark.thorough

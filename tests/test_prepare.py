@@ -4,8 +4,6 @@ import io
 import os
 import re
 import resource
-import threading
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,8 +11,7 @@ from PIL import Image
 
 from tests.test_sources import write_idx, write_ilsvrc2012
 from vit import config, data
-from vit.data.sources.source import Example
-from vit.prepare import VERSION, encode, encoded, prepare
+from vit.prepare import VERSION, encode, prepare
 
 
 def picture(seed=0, mode="RGB", size=(12, 10), kind="JPEG", **options):
@@ -182,34 +179,6 @@ def test_odd_images_are_converted_and_plain_ones_keep_their_bytes():
         assert encode(picture(exif=exif), 3) == picture(exif=exif)
     pixels = np.asarray(opened(encode(picture(size=(400, 400), kind="PNG"), 3, 8)))
     assert np.std(pixels) < 10, "noise is averaged, not sampled"
-
-
-def test_pictures_are_encoded_side_by_side_in_order(monkeypatch):
-    """Read one after another by one thread; what fails is told in its place."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
-    together, read = threading.Barrier(3, timeout=60), []
-
-    def content(number):
-        read.append((number, threading.get_ident()))
-        return b"" if number == 4 else [b"a", b"b", b"c"][number % 3]
-
-    def encode(content):
-        together.wait()  # breaks where fewer than three are encoded at a time
-        if not content:
-            raise OSError("empty")
-        return content * 2
-
-    examples = [Example(str(i), partial(content, i), "") for i in range(9)]
-    found: list[tuple[str, object]] = []
-    for example, result in encoded(examples, encode):
-        try:
-            found.append((example.name, result()))
-        except OSError as error:
-            found.append((example.name, str(error)))
-    want: list[tuple[str, object]] = [(str(i), 2 * [b"a", b"b", b"c"][i % 3]) for i in range(9)]
-    want[4] = ("4", "empty")
-    assert found == want
-    assert read == [(i, threading.get_ident()) for i in range(9)]
 
 
 # --- Damaged data sets

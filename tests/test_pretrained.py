@@ -3,6 +3,7 @@
 The reference is the original network written from its definition in float64 NumPy.
 """
 
+import itertools
 import zipfile
 
 import jax
@@ -14,13 +15,12 @@ from scipy.special import logsumexp
 
 from performer.nnx import Frequencies
 from tests.small import TINY, sized, small_config
-from vit import config, data, evaluate, pretrained, train, use
+from tests.tiers import tiers
+from vit import config, data, evaluate, pretrained, train
 from vit import weights as published
 from vit.model import ViT, random_streams
 from vit.reports import metrics
 from vit.run import runs
-from vit.weights import transfer
-from vit.weights.encoder import as_float32
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
 PATCH, GRID, CLASSES = 4, 2, 10
@@ -161,8 +161,9 @@ def params(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-@pytest.mark.parametrize("pooling", ["token", "mean"])
-@pytest.mark.parametrize("layout", ["augreg", "big_vision"])
+@pytest.mark.parametrize(
+    ("pooling", "layout"), tiers(itertools.product(["token", "mean"], ["augreg", "big_vision"]), 2)
+)
 def test_the_loaded_model_is_the_original_function(file, pooling, layout):
     """Pooling and sizes are the file's, whatever the config says."""
     arrays = weights(pooling, layout)
@@ -172,6 +173,7 @@ def test_the_loaded_model_is_the_original_function(file, pooling, layout):
     np.testing.assert_allclose(logits_of(model), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.thorough
 def test_prefixes_and_stacked_blocks_are_the_same_weights(file):
     arrays = weights(layout="big_vision")
     plain = params(loaded(file(arrays))[0])
@@ -193,16 +195,7 @@ def test_prefixes_and_stacked_blocks_are_the_same_weights(file):
         jax.tree.map(np.testing.assert_array_equal, params(model), plain)
 
 
-def test_half_precision(file):
-    arrays = weights()
-    for dtype, digits in [(np.dtype(jnp.bfloat16), 8), (np.float16, 11)]:
-        path = file({name: array.astype(dtype) for name, array in arrays.items()})
-        got = as_float32(dict(np.load(path)))
-        for name, array in arrays.items():
-            assert got[name].dtype == np.float32
-            np.testing.assert_allclose(got[name], array, rtol=2.0**-digits, atol=1e-7)
-
-
+@pytest.mark.thorough
 def test_a_file_without_positions_has_fixed_ones(file):
     arrays = weights("mean", "big_vision")
     del arrays["pos_embedding"]
@@ -213,18 +206,7 @@ def test_a_file_without_positions_has_fixed_ones(file):
     np.testing.assert_allclose(logits_of(model), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
-def test_a_run_without_data_has_the_numbers_of_the_head_as_classes(file, tmp_path):
-    arrays = weights()
-    lines = pretrained.pretrained(file(arrays), None, tmp_path / "run")
-    assert lines[0] == (
-        "google-research's ViT: width 16, 2 blocks, 2 heads, MLP 32, gelu_tanh, patches of 4,"
-        " pictures of 8"
-    )
-    trained, want = use.load(tmp_path / "run"), reference(arrays, IMAGES)
-    np.testing.assert_allclose(trained.outputs(IMAGES)[0], want, rtol=1e-4, atol=1e-4)
-    assert trained.class_names == tuple("0123456789")
-
-
+@pytest.mark.thorough
 def test_runs_evaluate_and_train_on(file, tmp_path):
     """The softmax twin and a Performer with the same parameters, from one file."""
     path = file(weights())
@@ -244,6 +226,7 @@ def test_runs_evaluate_and_train_on(file, tmp_path):
     assert losses[0] > 2 * np.log(CLASSES)  # from the weights on: a fresh head has log 10
 
 
+@pytest.mark.thorough
 def test_a_head_that_cannot_be_used_stays_fresh_and_is_told(file):
     told = "head/kernel: (16, 10) new, "
     more = weights(classes=21)
@@ -322,16 +305,3 @@ def test_values_that_are_no_weights_are_named(file):
         "cls: not finite",
         "head/bias: not finite",
     ]
-
-
-def test_classes_that_are_numbers_fit_any_names():
-    """A head is taken over between runs of equal classes, or if one side only has numbers."""
-    numbers, names = ("0", "1"), ("cat", "dog")
-    for old, new, same in [
-        (names, names, True),
-        (numbers, names, True),
-        (names, numbers, True),
-        (names, names[::-1], False),
-        (numbers, (*names, "emu"), False),
-    ]:
-        assert transfer._same_classes(old, new) == same

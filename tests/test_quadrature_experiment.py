@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
-from experiments.common import statistics
 from experiments.kernels import quadrature
 from performer import quadrature as rules
 from tests.small import read_csv
@@ -84,16 +82,6 @@ def test_data_sets(tmp_path):
     np.testing.assert_allclose(fashion.x, images.reshape(7, 6)[fashion.y] / 255, rtol=1e-6)
 
 
-def test_bad_data_sets(tmp_path):
-    def refused(name, folder, message):
-        with pytest.raises(ValueError, match=message):
-            quadrature.load(name, folder)
-
-    refused("power_plant", None, "unknown data set for regression 'power_plant'; .*give a data_dir")
-    refused("power_plant", tmp_path, "no csv file")
-    refused("fashion_mnist", tmp_path, "train-images-idx3-ubyte.gz cannot be read")
-
-
 @pytest.mark.parametrize(("name", "reflect"), [("G", False), ("G", True), ("H", True)])
 def test_first_rules(name, reflect):
     """Of H each part is exact for quadratics; other methods keep their first points."""
@@ -114,25 +102,6 @@ def test_first_rules(name, reflect):
     np.testing.assert_allclose(part.constant, rule.constant, atol=1e-6)
 
 
-def test_variants_of_b():
-    """Quad Sec. 8: no constant is negative, of 40 draws with one rule. Eq. 5: one length a rule."""
-    d = 3
-
-    def draw(name, num_rules=1):
-        method = quadrature.METHODS[name]
-        keys = jax.random.split(jax.random.key(4), 40)
-        return jax.jit(jax.vmap(lambda key: method(key, num_rules, d, reflect=False)))(keys)
-
-    assert draw("B").constant.min() < -0.1
-    assert draw("B rejected").constant.min() >= -1e-6
-    rule = draw("B one rho", 2)
-    lengths = np.linalg.norm(rule.points, axis=-1).reshape(40, 2, d + 1)
-    np.testing.assert_allclose(lengths / lengths[..., :1], 1, rtol=1e-5)
-    assert (np.abs(lengths[:, 0, 0] / lengths[:, 1, 0] - 1) > 1e-3).all()
-    second_moment = jnp.einsum("kpi,kp,kpj->kij", rule.points, rule.weights, rule.points)
-    np.testing.assert_allclose(second_moment, np.broadcast_to(np.eye(d), (40, d, d)), atol=1e-5)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_frobenius_errors(kernel, x):
     keys = jax.random.split(jax.random.key(1), 2)
@@ -149,19 +118,6 @@ def test_frobenius_errors(kernel, x):
     np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
-def test_interval():
-    values = np.random.default_rng(0).normal(size=7).tolist()
-    mean, half = statistics.interval(values)
-    want = stats.t.interval(0.95, 6, loc=np.mean(values), scale=stats.sem(values))
-    np.testing.assert_allclose([mean - half, mean + half], want)
-
-
-def test_exact_features(x):
-    train, test = quadrature.exact_features(jnp.asarray(x[:8]), jnp.asarray(x[8:]), "gaussian")
-    np.testing.assert_allclose(train @ train.T, _kernel("gaussian", x[:8], x[:8]), atol=1e-4)
-    np.testing.assert_allclose(test @ train.T, _kernel("gaussian", x[8:], x[:8]), atol=1e-4)
-
-
 def test_score():
     """Neither an orthogonal map to more dimensions than rows, nor a shift or a scale, matters."""
     rng = np.random.default_rng(0)
@@ -175,15 +131,6 @@ def test_score():
         ]
         assert got[0] > 0.9
         np.testing.assert_allclose(got, got[0], rtol=1e-3)
-
-
-def test_slope():
-    d = 2.0 ** np.arange(9, 14)
-    assert quadrature.slope(d, 3e-9 * d**2) == pytest.approx(2)
-    # d log d: the slope of log log d against log d on equally spaced log d.
-    steps = np.arange(9, 14) - 11
-    want = 1 + steps @ np.log2(np.arange(9, 14)) / (steps @ steps)
-    assert quadrature.slope(d, 1e-8 * d * np.log(d)) == pytest.approx(want)
 
 
 def test_figures(x, tmp_path, monkeypatch):

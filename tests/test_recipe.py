@@ -1,15 +1,13 @@
 """Configs that are derived from the data: valid for any number of pictures of any size."""
 
 import itertools
-import re
 
 import numpy as np
 import pytest
 from PIL import Image
 
-import vit
 from tests.test_sources import write_idx
-from vit import config, data, use
+from vit import config, data
 from vit.config import recipe
 from vit.prepare import prepare
 from vit.run import optim, runs
@@ -39,12 +37,6 @@ def test_a_million_photos_look_like_imagenet_and_eighty_do_not():
     assert many.num_epochs == 90
     assert (few.model.variant, few.data.batch_size) == ("XS/16", 16)
     assert few.model.dtype == "float32"
-
-
-def test_what_cannot_be_learned_from_is_refused():
-    for wrong, message in [((9, 1, 8, 1), "at least 2 classes")]:
-        with pytest.raises(ValueError, match=message):
-            recipe.for_images(*wrong)
 
 
 @pytest.fixture(scope="module")
@@ -98,23 +90,6 @@ def test_given_values_enter_before_the_others_are_derived(photos, values, expect
         recipe.for_images(11, 2, 96, 3, {"num_epochs": -1.0})
 
 
-def test_fit_derives_its_config_after_the_given_values(monkeypatch, tmp_path):
-    """Two epochs were refused, for the warm-up was that of 90."""
-
-    def train(*arguments):
-        raise InterruptedError(arguments)
-
-    monkeypatch.setattr(use.loop, "train", train)
-    images = np.zeros((60, 8, 8), np.uint8)
-    with pytest.raises(InterruptedError) as reached:
-        vit.fit(images, [0, 1] * 30, workdir=tmp_path, values={"num_epochs": 2})
-    ((settings, _, dataset),) = reached.value.args
-    config.validate(settings)
-    _, num_steps = runs.length(settings, dataset)
-    assert (settings.num_epochs, settings.optim.warmup_steps) == (2, num_steps // 10)
-    optim.schedule(settings.optim, num_steps)
-
-
 def test_my_images_takes_the_test_split_where_there_is_no_validation(tmp_path):
     (tmp_path / "mnist").mkdir()
     write_idx(tmp_path / "mnist")
@@ -122,31 +97,3 @@ def test_my_images_takes_the_test_split_where_there_is_no_validation(tmp_path):
     derived = config.bundled(f"my_images:{tmp_path}/mnist")
     assert derived.data.eval_split == "test"
     assert not derived.data.flip
-
-
-def test_a_wrong_folder_says_what_is_wrong_with_it(photos):
-    def told(directory, name="photos"):
-        with pytest.raises(ValueError, match="config.data|raw pictures") as error:
-            data.load(config.Data(name=name, dir=str(directory)))
-        return str(error.value)
-
-    for directory, name in [(photos / "raw", "photos"), (photos, "raw")]:
-        assert re.search(
-            rf"raw holds raw pictures \(class folders .*\): .* -m vit.prepare --source={photos}/raw"
-            " --out=data",
-            told(directory, name),
-        )
-    for folder in (photos / "nowhere", photos / "raw" / "cat"):
-        assert f"data.dir='{folder}'; make a data set of pictures by" in told(folder)
-    assert "unknown config.data.name 'photo'; did you mean 'photos'? Choices: digits, photos" in (
-        told(photos / "data", "photo")
-    )
-    with pytest.raises(
-        ValueError, match=rf"my_images:.*raw gives the folder .*vit.prepare --source={photos}/raw"
-    ):
-        recipe.for_data_set(f"{photos}/raw")
-    with pytest.raises(
-        ValueError,
-        match="^--config=my_images:nosuch gives the folder .*vit.prepare",
-    ):
-        recipe.for_data_set("nosuch")

@@ -33,11 +33,3 @@ def test_text_is_no_html(tmp_path):
         assert "](" not in text
         assert text.count("\n") == 2 + len(HOSTILE)
         assert r"a\|b c" in text
-
-
-def test_a_dollar_in_a_figure_begins_no_formula(tmp_path):
-    with report.style():
-        drawn, axis = report.figure(tmp_path / "figure")
-        axis.set(title=r"/data/$\x$")
-        report.save(drawn, tmp_path / "figure")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -1,7 +1,6 @@
 """Signals, output without a reader, how divergence is named, and folders that appear whole."""
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-from tests.small import PATIENCE
 from vit.config import Optim
 from vit.run import safety
 from vit.run.loop import check_finite
@@ -41,41 +39,6 @@ def test_other_signals_ask_to_stop_however_often():
         os.kill(os.getpid(), signal.SIGHUP)
         assert not stopping()
     signal.signal(signal.SIGHUP, previous)
-
-
-CLOSED = """
-import fcntl, signal, sys, termios, time
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, as the tests may be
-from pathlib import Path
-from vit.run import safety
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-sys.stdout = safety.lasting(sys.stdout)
-with safety.interruption() as stopping:
-    print("ready", flush=True)
-    while not stopping():
-        time.sleep(0.05)
-    print("stopped", flush=True)
-    Path(sys.argv[1]).write_text("saved")
-"""
-
-
-def test_a_terminal_that_closes_asks_to_stop(tmp_path):
-    """The kernel sends SIGHUP then, and to write to what is no longer there is an error."""
-    terminal, end = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLOSED, str(tmp_path / "end")],
-        stdin=end,
-        stdout=end,
-        stderr=end,
-        start_new_session=True,
-        env=os.environ | {"PYTHONPATH": "."},
-    )
-    os.close(end)
-    while b"ready" not in os.read(terminal, 4096):
-        pass
-    os.close(terminal)
-    assert process.wait(PATIENCE) == 0
-    assert (tmp_path / "end").read_text() == "saved"
 
 
 def test_output_whose_reader_is_gone_is_dropped():

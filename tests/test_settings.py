@@ -30,6 +30,7 @@ def draws():
     yield [rule(key, 1, 3, reflect=True) for rule in quadrature.METHODS.values()]
 
 
+@pytest.mark.thorough
 def test_draws_have_the_same_bits():
     wanted = jax.jit(lambda: list(draws()))()
     for x64 in (False, True):

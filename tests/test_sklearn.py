@@ -4,23 +4,18 @@ import dataclasses
 import pickle
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.sparse
 from sklearn.base import clone
-from sklearn.datasets import load_diabetes
 from sklearn.kernel_approximation import RBFSampler
-from sklearn.linear_model import Ridge
 from sklearn.metrics.pairwise import rbf_kernel
-from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from performer import kernels
 from performer.features import hyperbolic
 from performer.sklearn import RandomFeatures
+from tests.tiers import tiers
 
 # The columns have different means: the variance of all entries is not the mean of the variances.
 X = np.random.default_rng(0).normal([0, 2, 4], size=(8, 3))
@@ -48,7 +43,7 @@ def test_estimates_the_rbf_kernel():
     np.testing.assert_allclose(phi @ phi.T, exact, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("columns", [1, 5])
+@pytest.mark.parametrize("columns", tiers([1, 5], 1))
 def test_odd_numbers_of_columns(columns):
     """Means over 1,000 draws within 5 standard errors of the kernel, in every pair.
 
@@ -63,21 +58,6 @@ def test_odd_numbers_of_columns(columns):
         estimates.append(phi @ phi.T)
     errors = np.std(estimates, axis=0) / np.sqrt(1000)
     assert (abs(np.mean(estimates, axis=0) - rbf_kernel(x, gamma=0.1)) < 5 * errors + 1e-6).all()
-
-
-def multivariate_t(key, m, d):
-    """Frequencies of the Matern kernel with nu = 3/2, independent, with NumPy."""
-    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-    return rng.normal(size=(m, d)) * np.sqrt(3 / rng.chisquare(3, size=(m, 1)))
-
-
-def test_any_function_is_a_coupling():
-    """Hoeffding for 50,000 independent frequencies: a false alarm has probability 1e-6 at most."""
-    features = RandomFeatures(multivariate_t, n_components=100_000, gamma=0.5 / 0.7**2)
-    phi = features.set_params(random_state=0).fit_transform(X)
-    exact = kernels.matern(1.5)(jnp.asarray(X), jnp.asarray(X), lengthscale=0.7)
-    bound = np.sqrt(2 * np.log(2 * 36 / 1e-6) / 50_000)
-    np.testing.assert_allclose(phi @ phi.T, exact, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("kernel", [kernels.matern(1.5), "arc-cosine-1"])
@@ -157,36 +137,16 @@ def test_random_state():
     assert not np.allclose(features.fit_transform(X), features.fit_transform(X))
 
 
-def test_in_pipelines_and_searches():
-    """R^2 of a prediction by the mean is at most 0; in both halves it is above 0.45."""
-    x, y = load_diabetes(return_X_y=True)
-    features = RandomFeatures("halton", n_components=200, gamma=0.01, random_state=0)
-    model = make_pipeline(StandardScaler(), features, Ridge())
-    names = ["iid", "halton"]
-    search = GridSearchCV(model, {"randomfeatures__coupling": names}, cv=2).fit(x, y)
-    assert search.cv_results_["mean_test_score"].min() > 0.3
-    assert search.best_params_["randomfeatures__coupling"] in names
-    fitted = search.best_estimator_[1]
-    assert fitted.transform(x).shape == (442, 200)
-    assert fitted.get_feature_names_out().tolist() == [f"randomfeatures{i}" for i in range(200)]
-
-
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
         ({"n_components": 0}, "n_components must be a positive integer, got 0, such as 100"),
-        ({"n_components": 10.0}, "n_components must be.*integer.*got 10.0, such as 100"),
         ({"gamma": -1}, "gamma must be a positive, finite number or 'scale', got -1"),
-        ({"gamma": float("inf")}, "gamma must be .*got inf"),
-        ({"gamma": float("nan")}, "gamma must be .*got nan"),
-        ({"gamma": "foo"}, "gamma must be a positive, finite number or 'scale', got 'foo'"),
         ({"coupling": "pncc"}, "unknown coupling 'pncc'; did you mean 'pnc'"),
-        ({"coupling": 3}, "coupling must be a name or a function.*got 3"),
         ({"kernel": "rgb"}, "unknown kernel 'rgb'; did you mean 'rbf'"),
         ({"kernel": kernels.matern(1.5), "coupling": "halton"}, "halton draws no lengths"),
         ({"kernel": HYPERBOLIC, "n_components": 3}, "n_components must be a multiple of 2 for ker"),
         ({"coupling": lambda key, m, d: np.ones((d, m))}, r"\(m, d\) = \(50, 3\), got \(3, 50\)"),
-        ({"coupling": "pnc-antithetic", "n_components": 102}, "even number .* m = 51"),
     ],
 )
 def test_bad_parameters_are_refused_in_fit(parameters, message):
@@ -195,23 +155,12 @@ def test_bad_parameters_are_refused_in_fit(parameters, message):
         features.fit(X)
 
 
-def test_gamma_scale_of_a_variance_past_float32():
-    x = (1e20 * X).astype(np.float32)
-    features = RandomFeatures("halton", gamma="scale", random_state=0).fit(x)
-    assert features.gamma_ == pytest.approx(1 / (3 * x.var(dtype=np.float64)), rel=1e-6)
-    want = RandomFeatures("halton", gamma="scale", random_state=0).fit_transform(X)
-    np.testing.assert_allclose(features.transform(x), want, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("parameters", "factor", "message"),
     [
         (dict(gamma="scale"), 1e200, r"gamma='scale' has no value for X.var\(\) = inf: scale X"),
-        (dict(gamma="scale"), 1e-160, r"gamma='scale' has no value for X.var\(\) = .*: scale X"),
         (dict(gamma=1.0), 1e200, r"X, up to .*e\+200 with gamma = 1, is too large for float64"),
-        (dict(gamma=1e300), 1e20, "is too large for float64: scale it"),
         (dict(coupling=lambda key, m, d: np.full((m, d), np.nan)), 1, "150 values that are not fi"),
-        (dict(coupling=lambda key, m, d: np.full((m, d), np.inf)), 1, "150 values that are not fi"),
     ],
 )
 def test_what_is_not_finite_is_refused(parameters, factor, message):

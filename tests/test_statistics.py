@@ -61,14 +61,6 @@ def test_seeds_needed_of_cohens_tables():
             statistics.seeds_needed(effect, deviation)
 
 
-def test_text():
-    assert statistics.plus_minus(0.98765, 0.0123) == "0.988 ± 0.012"
-    assert statistics.plus_minus(98.765, 12.3) == "99 ± 12"
-    assert statistics.plus_minus(1.0, 0.0) == "1.0000 ± 0.0000"
-    assert statistics.estimate([0.25]) == "0.25"
-    assert statistics.estimate([1.0, 2.0, 3.0]) == "2.00 ± 0.58"
-
-
 def test_relative_error_by_hand():
     found = statistics.relative_error(np.array([[3.0, 0], [0, 4]]), np.array([[3.0, 0], [0, 0]]))
     assert float(found) == pytest.approx(4 / 3)

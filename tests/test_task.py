@@ -14,7 +14,7 @@ from tests.sequences import DATASET, TASK, projections
 from tests.small import CALIBRATED, small_config
 from vit import config, convert, data, evaluate, train
 from vit.reports import attention_report, metrics
-from vit.run import devices, dry_run, runs, steps
+from vit.run import runs
 from vit.task import SUBJECTS, no_attention, random_streams
 from vit.weights import transfer
 
@@ -77,6 +77,7 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
         evaluate.report_attention(workdir, tmp_path / "none", task=silent, **task)
 
 
+@pytest.mark.thorough
 def test_the_report_has_the_calibration_of_the_layer():
     attention = dataclasses.replace(CALIBRATED, num_features=16)
     model = TASK.create(small_config(attention=attention), rngs=random_streams(0))
@@ -121,6 +122,7 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) in (before, sorted([*before, "lock"]))
 
 
+@pytest.mark.thorough
 def test_a_run_is_found_again_by_the_name_of_its_task(tmp_path, monkeypatch):
     """Once its module has said how: no data set or task is handed over."""
     monkeypatch.setitem(SUBJECTS, "regression", lambda config, described: (DATASET, OTHER))
@@ -134,31 +136,6 @@ def test_a_run_is_found_again_by_the_name_of_its_task(tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, *(nnx.state(x, nnx.Param) for x in (old, new)))
 
 
-def test_a_dry_run_counts_what_it_can():
-    text = dry_run.text(dry_run.plan(SETTINGS, dataset=DATASET, task=TASK))
-    assert "attention.query.kernel" in text
-    assert "operations: not counted" in text
-    assert "batch: x (32, 12, 2) float32" in text
-
-
-def test_programs_of_equal_tasks_are_built_once():
-    run = runs.subject(SETTINGS, DATASET, TASK)
-    assert run == (DATASET, TASK)
-    mesh = devices.mesh(SETTINGS)
-    first, again = (steps.build(SETTINGS, TASK, 24, mesh) for _ in range(2))
-    other = steps.build(dataclasses.replace(SETTINGS, seed=1), TASK, 24, mesh)
-    for program in (again, other):
-        assert program.initial.func is first.initial.func
-        assert program.train.func is first.train.func
-        assert program.evaluate is first.evaluate
-    states = [program.initial() for program in (first, again, other)]
-    params = [jax.tree.leaves(nnx.filter_state(state, nnx.Param)) for state in states]
-    assert all(map(np.array_equal, params[0], params[1]))
-    assert not all(map(np.array_equal, params[0], params[2]))
-    digits = small_config()
-    assert runs.subject(digits)[1] is runs.subject(digits)[1]
-
-
 def test_a_data_set_that_is_too_small_is_refused(tmp_path):
     for (train_records, evaluation), message in {
         (31, 40): "larger than .* 31 records",
@@ -168,21 +145,3 @@ def test_a_data_set_that_is_too_small_is_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             train.train(SETTINGS, tmp_path / "run", few, TASK)
         assert not (tmp_path / "run").exists()
-
-
-def test_streams_are_those_of_flax_and_never_ask_a_tracer_for_its_sharding(monkeypatch):
-    """For the text of that error JAX walks all equations: shapes took time quadratic in depth."""
-    asked = []
-    monkeypatch.setattr(jax.core.Tracer, "sharding", property(asked.append))
-    flax = nnx.Rngs(params=jax.random.split(jax.random.key(3), 4)[0])
-
-    @jax.jit
-    def drawn():
-        streams = random_streams(3)
-        forked = streams.params.fork()
-        return jax.random.key_data(jax.numpy.stack([streams.params(), forked(), forked()]))
-
-    forked = flax.params.fork()
-    expected = jax.random.key_data(jax.numpy.stack([flax.params(), forked(), forked()]))
-    np.testing.assert_array_equal(drawn(), expected)
-    assert not asked

@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from performer import couplings, directions, norms, testing, theory
+from tests.tiers import tiers
 
 M, D = 16, 8
 
@@ -118,7 +119,7 @@ def alarms(check, number):
     return failed
 
 
-@pytest.mark.parametrize("name", ["orf", "pm-antithetic"])
+@pytest.mark.parametrize("name", tiers(["pm-antithetic", "orf"], 1))
 def test_marginals_raise_the_stated_alarms(name, monkeypatch):
     """5% of 200 samples stated, at most 23 alarms allowed (1e-4); three times the rate makes 30.
 
@@ -133,7 +134,7 @@ def test_marginals_raise_the_stated_alarms(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "m", "d"), [("iid", 1, 1), ("orf", 2, 3), ("pm-antithetic", 4, 3)]
+    ("name", "m", "d"), tiers([("pm-antithetic", 4, 3), ("iid", 1, 1), ("orf", 2, 3)], 1)
 )
 def test_squared_errors_raise_the_stated_alarms(name, m, d, monkeypatch):
     """1% of 3000 samples stated, at most 52 alarms allowed (1e-4).
@@ -151,6 +152,7 @@ def test_squared_errors_raise_the_stated_alarms(name, m, d, monkeypatch):
     assert alarms(check, 3000) <= stats.binom(3000, 0.01).isf(1e-4)
 
 
+@pytest.mark.thorough
 def test_estimates_raise_the_stated_alarms(monkeypatch):
     """1% of 3000 samples stated, at most 52 alarms allowed (1e-4); of a z test 4% fail."""
     pairs = np.array([*testing._points(3).values()])
@@ -165,7 +167,7 @@ def test_estimates_raise_the_stated_alarms(monkeypatch):
     assert alarms(check, 3000) <= stats.binom(3000, 0.01).isf(1e-4)
 
 
-@pytest.mark.parametrize("m", [1, 2, 24])
+@pytest.mark.parametrize("m", tiers([24, 1, 2], 1))
 def test_errors_that_are_off_are_found(m):
     """By 7 standard errors and more, in either direction."""
     expected = float(theory.kernel_mse("orf", *testing.general_points(D), m))

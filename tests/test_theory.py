@@ -146,14 +146,6 @@ def test_transport_cost_averages_to_the_conformity():
     assert abs(costs.mean() - want) < 5 * costs.std() / np.sqrt(100_000)
 
 
-def test_broadcasting():
-    x = np.random.default_rng(0).standard_normal((3, 1, 5)) / 3
-    y = np.random.default_rng(1).standard_normal((4, 5)) / 3
-    errors = theory.kernel_mse("pnc", x, y, 7)
-    assert errors.shape == (3, 4)
-    assert errors[2, 1] == pytest.approx(float(theory.kernel_mse("pnc", x[2, 0], y[1], 7)))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -166,13 +158,6 @@ def test_broadcasting():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         theory.conformity(*arguments)
-
-
-def test_bad_words():
-    with pytest.raises(ValueError, match="unknown coupling 'pm'"):
-        theory.pair_length_pdf.__wrapped__("pm", 1.0, 4)
-    with pytest.raises(ValueError, match="unknown kernel 'cosine'"):
-        theory.kernel_mse.__wrapped__("orf", np.ones(3), np.ones(3), 4, kernel="cosine")
 
 
 @pytest.mark.parametrize("name", NAMES)

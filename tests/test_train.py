@@ -195,6 +195,7 @@ def test_a_finished_run_only_reports_and_refuses_another_config(finished):
     assert config.load(workdir / "config.json") == small_config()
 
 
+@pytest.mark.thorough
 def test_divergence_names_step_and_parameter_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     """At a rate of 1e38, which the second step reaches, the third overflows."""
     monkeypatch.setattr(config, "validate", lambda settings: None)  # it refuses such a rate
@@ -207,6 +208,7 @@ def test_divergence_names_step_and_parameter_and_keeps_the_last_checkpoint(tmp_p
     assert checkpoint.found(tmp_path / "run") == [1, 2]
 
 
+@pytest.mark.thorough
 def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monkeypatch):
     """The step is finished, an evaluation is not: the resumed run makes it."""
     settings = small_config(log_every=3, checkpoint_every=3)

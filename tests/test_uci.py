@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
-from scipy.stats import qmc
 
 from experiments.common import statistics, tabular
 from experiments.kernels import matern
 from experiments.tabular import copula, uci
 from experiments.tabular import gp as uci_gp
 from performer import gp, kernels
-from performer.couplings import directions
 from tests.small import read_csv
 
 FOURIER, LAPLACE = uci.SCHEMES
@@ -35,6 +33,7 @@ def test_performer_lengthscale_is_the_mean_distance(splits):
     assert uci.performer_lengthscale(x) == pytest.approx(want)
 
 
+@pytest.mark.thorough
 def test_hyperparameters(splits):
     """The scales are those to which the paper's descent (Adam at 1e-2) converges."""
     two = tabular.Split(*(part[:2] for part in splits))
@@ -59,13 +58,6 @@ def test_ratio():
     values = 0.5 * reference + 0.1 * rng.normal(size=reference.shape)
     found = np.array([statistics.ratio(a, b) for a, b in zip(values, reference, strict=True)])
     assert found[:, 1].mean() == pytest.approx(found[:, 0].std(), rel=0.1)
-
-
-def test_halton_points_are_plain_shifted_and_rotated():
-    _, rotation_key = jax.random.split(jax.random.key(0))
-    halton = uci.halton(jax.random.key(0), 7, 5) @ directions.haar(rotation_key, 5, 5).T
-    shift = (stats.norm.cdf(halton) - qmc.Halton(5, scramble=False).random(7)) % 1
-    np.testing.assert_allclose(shift - shift[0], 0, atol=1e-5)
 
 
 def test_scores_match_the_equations(splits):
@@ -110,12 +102,6 @@ def test_scores_match_the_equations(splits):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-def test_units():
-    """Values x = 3 y: errors triple, densities fall by log 3."""
-    found = uci_gp.in_units(np.ones((1, 2, 5)), np.array([3.0]))
-    np.testing.assert_allclose(found[0], [[1, 1, 3, 1 + np.log(3), 1]] * 2)
-
-
 @pytest.mark.thorough
 def test_gp_tables(splits, tmp_path, monkeypatch):
     monkeypatch.setattr(uci_gp, "MULTIPLES", (1,))
@@ -152,6 +138,7 @@ def test_copulas(splits):
     assert points[-1]["training RMSE"] == pnc
 
 
+@pytest.mark.thorough
 def test_matern(monkeypatch):
     """PNC has lower errors, and 16 times the features a fourth of them: there is no bias."""
     monkeypatch.setattr(matern, "MULTIPLES", (1, 16))

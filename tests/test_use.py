@@ -59,6 +59,7 @@ def test_the_model_is_the_evaluated_one_without_its_data(run, monkeypatch):
     )
 
 
+@pytest.mark.thorough
 def test_sigmoids_are_the_probabilities_of_a_run_that_learned_them(run, model, tmp_path):
     """Those of each class by itself, from the very checkpoint."""
     workdir = shutil.copytree(run[0], tmp_path / "run")
@@ -71,6 +72,7 @@ def test_sigmoids_are_the_probabilities_of_a_run_that_learned_them(run, model, t
     assert said.labels == model.predict(images).labels
 
 
+@pytest.mark.thorough
 def test_a_run_is_evaluated_on_other_data(run, model, tmp_path):
     """Of two of its ten classes, in another order; and on its own data in other batches."""
     workdir, record = run
@@ -130,19 +132,6 @@ def test_images_are_those_of_the_evaluation(model, tmp_path):
     assert model.outputs(many)[0].shape == (3 + use.LARGEST, 10)
     one = model.predict(str(tmp_path / "wide.png"))
     np.testing.assert_allclose(one.probabilities, jax.nn.softmax(alone[:1]), atol=1e-6)
-
-
-def test_a_turned_photograph_is_seen_upright(model):
-    """As `vit.prepare` stores it. 6: the right side is the top."""
-    picture = Image.fromarray(noise(8, 8, seed=2))
-    turned = io.BytesIO()
-    tags = Image.Exif()
-    tags[use.ORIENTATION] = 6
-    picture.transpose(Image.Transpose.ROTATE_90).save(turned, "PNG", exif=tags)
-    np.testing.assert_array_equal(use.upright(turned.getvalue())[..., 0], np.asarray(picture))
-    plain = io.BytesIO()
-    picture.save(plain, "PNG")
-    assert use.upright(plain.getvalue()) == plain.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -567,19 +567,6 @@ def compiled_kernel():
     return beside(flash_attention)
 
 
-def classifier():
-    """Two softmaxes that are no attention: of classes, and of a mixture of experts."""
-
-    def attend(q, k, v):
-        x = q.reshape(B, T, WIDTH)
-        gates = jax.nn.softmax(x @ array(50, WIDTH, 3))
-        experts = jnp.einsum("btd,edf->btef", x, array(51, 3, WIDTH, WIDTH))
-        x = jnp.einsum("bte,btef->btf", gates, experts)
-        return jax.nn.softmax(x @ array(52, WIDTH, 10))
-
-    return beside(attend)
-
-
 def dropout_in_training():
     """Two programs, by a flag."""
 
