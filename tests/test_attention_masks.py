@@ -168,7 +168,7 @@ GRADIENTS = {
 
 
 LARGEST = ("both ways, log-weights", "packed, log-weights", "causal, window, decay", "robust")
-"""Those of the others are parts of their programs."""
+"""Cases of the core; the programs of the others are parts of theirs."""
 
 
 @pytest.mark.parametrize("name", tiers(GRADIENTS, LARGEST))

@@ -152,7 +152,7 @@ def test_figures(x, tmp_path, monkeypatch):
 
 
 def test_times(tmp_path, monkeypatch):
-    """What the race would give if times were d log d and d^2."""
+    """Times of the race if they were d log d and d^2."""
     monkeypatch.setattr(quadrature, "BATCH", 2)
     monkeypatch.setattr(quadrature, "LARGE", 16)
 

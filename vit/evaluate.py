@@ -103,7 +103,11 @@ def evaluate_on(
     opened: dict[str, Any] = {"data.batch_size": 1}  # a training split of any length will do
     if {"data.name", "data.dir"} & set(fields):
         opened["data.train_split"] = config.data.eval_split
-    dataset = data.load(configs.with_values(config, opened).data)
+    try:
+        dataset = data.load(configs.with_values(config, opened).data)
+    except ValueError as error:  # the split that was given is opened as one of training
+        message = str(error).replace("config.data.train_split", "config.data.eval_split")
+        raise ValueError(message) from error
     label, classes = numbers(trained.class_names, dataset.class_names), len(trained.class_names)
     task = classification.task(classes, trained.channels, config.optim.loss)
     mesh = devices.mesh(config)

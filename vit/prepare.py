@@ -45,6 +45,7 @@ from vit.config.cli import command
 from vit.data import augment
 from vit.data.sources import forms, ilsvrc2012
 from vit.data.sources.source import Example, Source, with_validation
+from vit.run import devices
 
 VERSION = "1.0.0"
 VALIDATION = 0.1
@@ -188,7 +189,7 @@ def encoded(
     a few ahead.
     """
     waiting: collections.deque[tuple[Example, Callable[[], bytes]]] = collections.deque()
-    cores = len(os.sched_getaffinity(0))
+    cores = devices.cores()
     with ThreadPoolExecutor(cores) as pool:
         for example in examples:
             try:

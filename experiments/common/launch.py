@@ -16,7 +16,6 @@ run.json of the folder --out.
 
 import datetime
 import json
-import os
 import platform
 import shlex
 import sys
@@ -30,7 +29,7 @@ import jax
 from absl import flags
 
 from vit.config.arguments import Parser, define, launch
-from vit.run import files
+from vit.run import devices, files
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
 COUNTS = ("draws", "repeats", "splits", "trials")
@@ -77,7 +76,7 @@ def versions() -> dict[str, str]:
     return {package: metadata.version(package) for package in PACKAGES} | {
         "python": platform.python_version(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "host": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "host": f"{platform.machine()}, {devices.cores()} cores",
     }
 
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from vit.run import devices
+
 
 class Program(NamedTuple):
     """A compiled function with its arguments."""
@@ -37,7 +39,7 @@ def hardware() -> str:
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return (
         f"{device.device_kind} ({jax.device_count()} devices), {platform.machine()},"
-        f" {len(os.sched_getaffinity(0))} cores{load}, jax {jax.__version__}"
+        f" {devices.cores()} cores{load}, jax {jax.__version__}"
     )
 
 

@@ -31,6 +31,7 @@ from vit import config
 from vit.config.cli import command
 from vit.data import augment
 from vit.data.sources import forms
+from vit.run import devices
 
 Batch = dict[str, Any]
 """Arrays by name, NumPy or JAX: those of the examples, and for evaluation `mask`."""
@@ -360,7 +361,7 @@ def num_workers(requested: int, batch_bytes: int, folder: Path = SHARED) -> int:
         batch_bytes: size of a batch of this host.
         folder: folder of the shared memory.
     """
-    number = len(os.sched_getaffinity(0)) - 1 if requested < 0 else requested
+    number = devices.cores() - 1 if requested < 0 else requested
     if not number or not folder.is_dir():
         return number
     there = os.statvfs(folder)
