@@ -179,7 +179,8 @@ def run(module, test):
 
 FOREIGN = ("/flax/", "<string>")
 """Files of the functions that are linearized: Flax's, and the examples themselves."""
-REPLAYED = "/performer/linearization/places.py"
+PACKAGE = str(Path(performer.__file__).parent)
+REPLAYED = f"{PACKAGE}/linearization/places.py"
 """The operations that it binds are those of such a function, with the precision they had."""
 
 
@@ -194,8 +195,8 @@ def test_examples_run(module, test, monkeypatch):
     def overheard(*operands, **params):
         if any(x.dtype == np.float32 for x in operands) and params["precision"] != HIGHEST:
             places = [f"{x.filename}:{x.lineno}" for x in reversed(traceback.extract_stack())]
-            own = next((x for x in places if any(y in x for y in ("/performer/", *FOREIGN))), "")
-            rounded.extend([own] if "/performer/" in own and REPLAYED not in own else [])
+            own = next((x for x in places if any(y in x for y in (PACKAGE, *FOREIGN))), "")
+            rounded.extend([own] if PACKAGE in own and REPLAYED not in own else [])
         return bind(*operands, **params)
 
     monkeypatch.setattr(dot_general_p, "bind", overheard)

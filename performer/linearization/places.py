@@ -15,6 +15,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -740,9 +741,12 @@ class Layout:
 FOREIGN = tuple(f"/{name}/" for name in ("jax", "flax", "equinox", "haiku", "optax", "jaxtyping"))
 
 
+ATTENTION = str(Path(__file__).parents[1] / "attention")
+
+
 def is_linear(equation: Any) -> bool:
     """True for an operation of `performer_attention`."""
-    return any("/performer/attention/" in x.file_name for x in _frames(equation))
+    return any(x.file_name.startswith(ATTENTION) for x in _frames(equation))
 
 
 def _frames(equation: Any) -> list:
