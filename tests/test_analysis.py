@@ -193,6 +193,7 @@ def test_a_calibration():
     assert np.abs(score).max() < 5
 
 
+@pytest.mark.thorough
 def test_an_exact_window_is_that_of_the_package():
     """With as many queries as keys; all pairs exact are no error, and row sums are exact then."""
     query, key, value = inputs(norm=0.8)
@@ -365,24 +366,6 @@ def test_what_is_recommended_has_the_error_of_its_own_draws(coupling):
     for line, m in zip(lines, (2, 4, 8, 16, 32, 64, 128), strict=True):
         error = attention_error(query, key, num_features=m, **options).attention.value.mean()
         assert line == f"{m} features: relative attention error {error:.3g}, 1e-09 is asked for"
-
-
-@pytest.mark.thorough
-def test_numbers_up_to_64_are_measured_by_one_program(caplog, capsys, monkeypatch):
-    """As are other tokens, scales and seeds. Progress is shown on a terminal alone."""
-    query, key, _ = inputs(norm=0.5)
-    options = dict(coupling=gaussian, draws=5, tolerance=1e-9)
-    with jax.log_compiles():
-        recommend(query, key, limit=64, **options)
-        recommend(query[::-1], key, limit=4, scale=0.4, seed=1, **options)
-    compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
-    assert sum("_measure" in message for message in compiled) == 1
-    capsys.readouterr()
-    recommend(query, key, limit=2, **options)
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    recommend(query, key, limit=2, **options)
-    assert capsys.readouterr().err.startswith("2 features: relative attention error ")
 
 
 def test_lengths_are_those_after_the_calibration():

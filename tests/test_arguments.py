@@ -84,6 +84,7 @@ def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
     assert "invalid literal for int() with base 10: 'own'" in message("--config=digits")
 
 
+@pytest.mark.thorough
 def test_a_failure_is_one_line(tmp_path):
     """A package `experiments` of the user's own, in the current folder, is no obstacle."""
     failures = {

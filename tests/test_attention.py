@@ -11,47 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import performer
 from performer import performer_attention
 from performer.attention import attention_weights
 from performer.attention.calibration import Calibration
-from tests import oracles
 from tests.attention_inputs import SLOPES, H, M, V, close, inputs, orthogonal
 from tests.tiers import tiers
 
 # Limits
-
-
-def softmax_error(frequencies):
-    """The distance from softmax attention of short queries and keys, relative to its norm."""
-    query, key, value, _ = inputs(t=5, s=9, n=3, k=3, scale=0.5)
-    want = oracles.softmax_attention(*(np.asarray(x, np.float64) for x in (query, key, value)))
-    got = performer_attention(query, key, value, frequencies)
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-
-@pytest.mark.parametrize("name", ["pm", "halton"])
-def test_converges_to_softmax(name):
-    """At m = 8192 the error is below 6%, and less than half of that at m = 64.
-
-    The antithetic version too; `test_couplings` has the mean of every coupling. With fixed lengths
-    the kernel is biased, and attention does not converge: see below.
-    """
-    draw = performer.couplings.get(name)(jax.random.key(1), 8192, H)
-
-    def antithetic(m):
-        return jnp.concatenate([draw[: m // 2], -draw[: m // 2]])
-
-    for few, many in [(draw[:64], draw), (antithetic(64), antithetic(8192))]:
-        assert softmax_error(many) < 0.06
-        assert softmax_error(many) < softmax_error(few) / 2
-
-
-def test_fixed_lengths_have_a_floor():
-    """The bias that norms.fixed states: 64 times the features do not halve the error."""
-    coupling = performer.couplings.get("fixed-antithetic")
-    few, many = (softmax_error(coupling(jax.random.key(1), m, H)) for m in (256, 16384))
-    assert many > few / 2
 
 
 @pytest.mark.parametrize(("scale", "away"), tiers([(1 / 8, 0.045), (1 / 4, 0.78)], 1))
@@ -81,21 +47,6 @@ def test_attention_weights_are_the_matrix():
     for name, level in [("axis_name", "i"), ("return_state", True)]:
         with pytest.raises(ValueError, match=f"attention_weights has no {name}"):
             attention_weights(query, key, frequencies, **{name: level})
-
-
-def test_states_serve_bidirectional_attention_and_combine():
-    query, key, value, frequencies = inputs(t=12)
-    attend = partial(performer_attention, frequencies=frequencies, return_state=True)
-    want, whole = attend(query, key, value)
-    _, first = attend(query, key[:, :6], value[:, :6])
-    got, both = attend(query, key[:, 6:], value[:, 6:], initial_state=first)
-    close(got, want)
-    _, second = attend(query, key[:, 6:], value[:, 6:])
-    combined = performer.attention.combine(first, second)
-    chex.assert_trees_all_close(combined, whole, rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_close(both, whole, rtol=1e-5, atol=1e-5)
-    nothing = performer_attention(query, key[:, :0], value[:, :0], frequencies, initial_state=whole)
-    close(nothing, want)
 
 
 @pytest.mark.parametrize("sizes", tiers([dict(t=3, s=0), dict(b=0), dict(t=0, s=3)], 1))

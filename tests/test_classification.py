@@ -77,18 +77,6 @@ def test_problems():
     assert (len(validation.train_x), len(validation.test_x)) == (1000, 100)
 
 
-def test_search_finds_the_optimum(monkeypatch):
-    """Below it all are of the larger class, above it the estimate is noise."""
-    monkeypatch.setattr(classification, "MULTIPLES", 2)  # the size that is compiled below anyway
-    _, validation = classification.problems(two_classes())
-    rows = classification.search(validation, (0.01, 1.0, 20.0))
-    low, best, high = (row["iid"] for row in rows)
-    largest = np.mean(validation.test_y == 0)
-    assert low == pytest.approx(largest)
-    assert best > max(low, high) + 0.1
-    assert rows[1]["exact"] >= best - 0.05
-
-
 def test_accuracies():
     """Points times sigma; the frequencies of the keys; two sizes from one draw."""
     problem, _ = classification.problems(two_classes(80))

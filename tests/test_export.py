@@ -61,6 +61,7 @@ def served(folder, loader, number):
     return np.load(folder / "logits.npy"), done.stdout
 
 
+@pytest.mark.thorough
 def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path):
     model = trained(model=config.Model(variant="XS/4", pooling="token"))
     got, said = served(tmp_path, export.export(model, tmp_path / "birds.stablehlo"), 3)

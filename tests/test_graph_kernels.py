@@ -181,15 +181,6 @@ def test_a_polynomial_and_an_entire_series_converge_everywhere():
         kernels.require_radius(even, 2.001)
 
 
-def test_negative_weights_count_by_their_size():
-    """A square with one negative edge has radius sqrt(2) w, its absolute values 2 w."""
-    graph = Graph.from_edges([(0, 1), (1, 2), (2, 3), (3, 0)], 4, [-0.6, 0.6, 0.6, 0.6])
-    np.testing.assert_allclose(kernels.spectral_radius(graph), 0.6 * 2**0.5, rtol=1e-6)
-    kernels.Resolvent().dense(graph)
-    with pytest.raises(ValueError, match="diverges"):
-        kernels.require_convergence(graph, kernels.Resolvent())
-
-
 def test_no_rounding_error_connects_two_components():
     parts = [(0, 1), (1, 2), (3, 4), (4, 5), (6, 7), (7, 8), (8, 6)]
     found = np.asarray(kernels.Diffusion().dense(Graph.from_edges(parts, 9)))

@@ -230,17 +230,6 @@ def test_the_features_are_those_of_the_equation():
     np.testing.assert_allclose(found.to_dense(), phi, atol=1e-5)
 
 
-def test_gradients_flow_through_the_kernel():
-    sampled = features.sample(jax.random.key(11), karate(), num_walks=3, p_halt=P_HALT)
-    v = jnp.arange(34.0)
-
-    def loss(sigma):
-        return v @ (features.Estimate(features.modulate(sampled, kernels.Diffusion(sigma))) @ v)
-
-    slope = (loss(1.0 + 1e-2) - loss(1.0 - 1e-2)) / 2e-2
-    np.testing.assert_allclose(jax.grad(loss)(1.0), slope, rtol=1e-2)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

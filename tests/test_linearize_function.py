@@ -17,10 +17,8 @@ from tests.zoo import HEAD, HEADS, LEFT, LENGTHS, LINEAR, SEGMENTS, TRIL, B, T
 
 EXACT = dict(exact_window=1000, num_features=4)
 """All keys are exact: the new function is the old one."""
-CORE = [zoo.plain, zoo.batch_of_heads, zoo.gemma, zoo.jax_lengths, zoo.nnx_vit, zoo.encoder_decoder]
-CORE += [zoo.checkpointed, zoo.packed_causal, zoo.alibi, zoo.vmapped, zoo.bfloat16]
-CORE += [zoo.t5_bias, zoo.sliding_window, zoo.soft_cap, zoo.dropout, zoo.conditional]
-CORE += [zoo.flash_kernel, zoo.cross]
+CORE = [zoo.gemma, zoo.encoder_decoder, zoo.checkpointed]
+CORE += [zoo.t5_bias, zoo.soft_cap, zoo.flash_kernel, zoo.cross]
 """Models of the core; the others, whose ways to write attention are like theirs, are thorough."""
 
 
@@ -218,15 +216,6 @@ def test_a_flag_that_changes_attention(by):
         assert jnp.isnan(got).any() or jnp.max(jnp.abs(got - want)) < 1e-5
 
 
-@pytest.mark.thorough
-def test_other_documents_and_lengths_than_measured():
-    for model, other in ((zoo.packed_causal, zoo.OTHER_SEGMENTS), (zoo.jax_lengths, LENGTHS[::-1])):
-        function, [(params, _, x), *_] = model()
-        new, _ = performer.linearize(function, model()[1], **EXACT)
-        arguments = params, jnp.asarray(other), x
-        np.testing.assert_allclose(new(*arguments), function(*arguments), atol=1e-5)
-
-
 def test_a_step_with_a_cache_is_another_program():
     function, [(params, x), *_] = zoo.gpt()
     new, _ = performer.linearize(function, [(params, x)], num_features=4)
@@ -268,23 +257,6 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
 
 
 @pytest.mark.thorough
-def test_keep_where_and_seed():
-    function, batches = zoo.linen_encoder()
-    _, report = performer.linearize(function, batches, num_features=4)
-    errors = report.layer_errors()
-    worst = max(errors, key=errors.get)
-    assert len(errors) == 2
-    new, report = performer.linearize(function, batches, num_features=4, keep=1)
-    assert rows_of(report) == {name: "exact" if name == worst else "linear" for name in errors}
-    other, report = performer.linearize(
-        function, batches, num_features=4, where=lambda name: name != worst
-    )
-    assert report.left == {worst: "not chosen by where"}
-    assert str(report)
-    assert len(jax.tree.leaves(other)) == len(jax.tree.leaves(new))
-
-
-@pytest.mark.thorough
 def test_refining_lowers_the_errors_of_the_report():
     function, batches = zoo.matmuls()
     plain, refined = (
@@ -294,8 +266,8 @@ def test_refining_lowers_the_errors_of_the_report():
         assert error < 0.8 * plain.layer_errors()[path]
 
 
-@pytest.mark.parametrize("way", ["frequencies", "features"])
-@pytest.mark.parametrize("model", named([zoo.packed_causal, zoo.scanned]))
+@pytest.mark.parametrize("way", tiers(["frequencies", "features"], 1))
+@pytest.mark.parametrize("model", named([zoo.packed_causal, zoo.scanned], [zoo.packed_causal]))
 def test_refining_beside_a_window(model, way, monkeypatch):
     """Frequencies move, or features of far keys are learned: the other way is spoilt here."""
     function, batches = model()

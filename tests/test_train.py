@@ -1,6 +1,5 @@
 """Training: a few steps, resuming bit for bit, interruptions, refusals, several devices."""
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -19,6 +18,7 @@ from tests.small import (
     CALIBRATED,
     PATIENCE,
     SHALLOW,
+    TRAINED,
     final_state,
     small_config,
     stop_at,
@@ -37,15 +37,6 @@ def shallow(monkeypatch):
     monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a run that has ended, and what it returned; tests leave it as it is."""
-    workdir = tmp_path_factory.mktemp("train") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config.SIZES, "XS", SHALLOW)
-        return workdir, train.train(small_config(), workdir)
-
-
 def program(settings, task=None):
     """Functions and data of a run of three steps."""
     (dataset, own), mesh = runs.subject(settings), devices.mesh(settings)
@@ -57,11 +48,11 @@ def frequencies(state):
     return jax.tree.leaves(nnx.filter_state(state, Frequencies))
 
 
-def test_three_steps(finished):
-    workdir, record = finished
+def test_three_steps(digits_run):
+    workdir, record = digits_run
     assert record["step"] == 3
     assert record["eval_examples"] == 360
-    assert config.load(workdir / "config.json") == small_config()
+    assert config.load(workdir / "config.json") == TRAINED
     log = metrics.read(workdir / "metrics.jsonl")
     assert [r["step"] for r in log] == [1, 2, 3]
     assert log[0]["train_loss"] == pytest.approx(np.log(10), rel=1e-3)  # the head starts at zero
@@ -71,7 +62,7 @@ def test_three_steps(finished):
     assert (workdir / "learning_curve.png").exists()
     assert checkpoint.found(workdir) == [2, 3]
 
-    run, _ = program(small_config())
+    run, _ = program(TRAINED)
     before, after = frequencies(run.initial()), frequencies(final_state(run, workdir))
     np.testing.assert_array_equal(before, after)  # saved, and not trained
 
@@ -106,23 +97,6 @@ def test_metrics_are_read_while_the_next_steps_compute():
     log.read()
     assert [record["step"] for record in written] == [4, 8, 9]
     assert [record["data_seconds"] for record in written] == [2.0, 2.0, 0.5]
-
-
-@pytest.mark.thorough
-def test_five_steps_are_traced(tmp_path, monkeypatch):
-    traced = []
-
-    @contextlib.contextmanager
-    def trace(folder):
-        traced.append(folder)
-        yield
-
-    monkeypatch.setattr(jax.profiler, "trace", trace)
-    settings = small_config(log_every=6, eval_every=12, checkpoint_every=12, num_epochs=12.2 / 44)
-    train.train(settings, tmp_path / "run", profile=True)
-    log = metrics.read(tmp_path / "run" / "metrics.jsonl")
-    assert [r["step"] for r in log] == [6, 11, 12]
-    assert traced == [str(tmp_path / "run" / "profile")]
 
 
 @pytest.mark.optimised("asserts bits")
@@ -161,38 +135,40 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, c
         assert (a["step"], a["train_loss"]) == (b["step"], b["train_loss"])
 
 
-def test_a_run_whose_checkpoints_are_gone_keeps_its_log(finished, tmp_path):
-    workdir = shutil.copytree(finished[0], tmp_path / "run")
+def test_a_run_whose_checkpoints_are_gone_keeps_its_log(digits_run, tmp_path):
+    workdir = shutil.copytree(digits_run[0], tmp_path / "run")
     shutil.rmtree(workdir / "checkpoints")
     log = (workdir / "metrics.jsonl").read_text()
     with pytest.raises(ValueError, match="trained to step 3 .* is missing: restore it"):
-        train.train(small_config(), workdir)
+        train.train(TRAINED, workdir)
     assert (workdir / "metrics.jsonl").read_text() == log
     assert not (workdir / "checkpoints").exists()
 
 
-def test_a_finished_run_without_its_log_evaluates_again(finished, tmp_path):
+@pytest.mark.thorough
+def test_a_finished_run_without_its_log_evaluates_again(digits_run, tmp_path):
     """Or with a damaged one."""
-    workdir = shutil.copytree(finished[0], tmp_path / "run")
+    workdir = shutil.copytree(digits_run[0], tmp_path / "run")
     log = workdir / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:-1]) + lines[-1].replace("step", "stop"))
-    record = train.train(small_config(), workdir)
-    assert record["eval_accuracy"] == finished[1]["eval_accuracy"]
+    record = train.train(TRAINED, workdir)
+    assert record["eval_accuracy"] == digits_run[1]["eval_accuracy"]
     assert [r["step"] for r in metrics.read(log)] == [1, 2, 3]
     log.unlink()
-    assert train.train(small_config(), workdir)["eval_accuracy"] == record["eval_accuracy"]
+    assert train.train(TRAINED, workdir)["eval_accuracy"] == record["eval_accuracy"]
 
 
-def test_a_finished_run_only_reports_and_refuses_another_config(finished):
-    workdir, first = finished
+def test_a_finished_run_only_reports_and_refuses_another_config(digits_run):
+    workdir, first = digits_run
     log = (workdir / "metrics.jsonl").read_text()
-    assert train.train(small_config(), workdir) == first
+    assert train.train(TRAINED, workdir) == first
     assert (workdir / "metrics.jsonl").read_text() == log
-    other = small_config(attention=config.Attention(coupling="orf", num_features=8))
+    attention = config.Attention(coupling="orf", num_features=8)
+    other = dataclasses.replace(TRAINED, attention=attention)
     with pytest.raises(ValueError, match="attention.coupling: 'pm-antithetic' -> 'orf'"):
         train.train(other, workdir)
-    assert config.load(workdir / "config.json") == small_config()
+    assert config.load(workdir / "config.json") == TRAINED
 
 
 @pytest.mark.thorough
@@ -321,21 +297,15 @@ def reached(workdir, process):
 
 
 def test_a_killed_process_resumes_and_is_evaluated(tmp_path):
-    """kill -9 between two checkpoints, at the real command line."""
+    """kill -9 between two checkpoints, at the real command line; this process goes on."""
     workdir = tmp_path / "run"
-    command = [*COMMAND, f"--workdir={workdir}"]
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
-    process = subprocess.Popen(command, **quiet)
+    process = subprocess.Popen([*COMMAND, f"--workdir={workdir}"], **quiet)
     step = reached(workdir, process)
     process.kill()
     process.wait()
     assert 10 <= step < 88
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT
-    )
-    assert done.returncode == 0, done.stderr
-    assert "at step" in done.stdout
-    assert "test accuracy" in done.stdout
+    train.train(config.of_run(workdir), workdir)
     log = metrics.read(workdir / "metrics.jsonl")
     assert [r["step"] for r in log] == list(range(2, 89, 2))
     assert evaluate.evaluate_run(workdir)["eval_accuracy"] == log[-1]["eval_accuracy"]
