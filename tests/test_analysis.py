@@ -251,6 +251,7 @@ def test_causal_errors_are_those_of_each_row_and_its_keys():
     assert found.num_features == 2
 
 
+@pytest.mark.thorough
 def test_blocks_of_rows(monkeypatch):
     """Three blocks of four rows, two of them padding, make what one block makes."""
     options = dict(coupling=gaussian, num_features=M, draws=DRAWS)
@@ -273,6 +274,7 @@ def assert_same(one, other):
     np.testing.assert_allclose(one.uniform_output, other.uniform_output, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_layers_and_batch_are_leading_axes():
     tokens = inputs(lead=(2, 2))
     options = dict(coupling=gaussian, num_features=M, draws=DRAWS)
@@ -283,6 +285,7 @@ def test_layers_and_batch_are_leading_axes():
         assert_same(alone, analysis.AttentionError(**part))
 
 
+@pytest.mark.thorough
 def test_first_order_prediction():
     """Within 5% where errors are small; with the printed coefficients 4 and 3 it is not."""
     query, key, value = inputs(lead=(1,), norm=0.4, n=1, k=1)
@@ -368,6 +371,7 @@ def test_what_is_recommended_has_the_error_of_its_own_draws(coupling):
         assert line == f"{m} features: relative attention error {error:.3g}, 1e-09 is asked for"
 
 
+@pytest.mark.thorough
 def test_lengths_are_those_after_the_calibration():
     """Keys moved and stretched, queries shrunk: a calibration takes it back, and leaves masks."""
     query, key, _ = inputs(norm=0.5)

@@ -229,7 +229,6 @@ WINDOW, PLACE = dict(exact_window=2), dict(alibi_slopes=SLOPES)
     [
         ({}, dict(b=1), "initial_state holds arrays of shape"),
         (WINDOW, dict(exact_window=3), r"exact_window, exact_first = \(2, 0\), this one has \(3"),
-        (WINDOW, {}, "this one has"),
         (WINDOW | PLACE, WINDOW, "both have alibi_slopes or log_decay, or neither"),
     ],
 )

@@ -614,7 +614,7 @@ def never(one, other):
 CALIBRATIONS = covering_array(OF_CALIBRATION, never)
 
 
-@pytest.mark.parametrize("number", range(len(CALIBRATIONS)))
+@pytest.mark.parametrize("number", tiers(range(len(CALIBRATIONS)), 8))
 def test_options_of_calibration(number):
     case = CALIBRATIONS[number]
     assert calibration_off(case, 2, 6, 7, 3, 4, np.random.default_rng(number)) < 1, case
@@ -635,7 +635,7 @@ OF_LAYER = {
 LAYERS = covering_array(OF_LAYER, never)
 
 
-@pytest.mark.parametrize("number", range(len(LAYERS)))
+@pytest.mark.parametrize("number", tiers(range(len(LAYERS)), 4))
 def test_options_of_the_layer(number):
     """Two calls: what the first measured is what the second uses, in training alone."""
     case, rng = LAYERS[number], np.random.default_rng(number)

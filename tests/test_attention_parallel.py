@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(CASES, [x for x in CASES if "window" in x]))
+@pytest.mark.parametrize("name", tiers(CASES, ["causal window, decay"]))
 def test_split_over_devices(name, eight_devices):
     """Outputs and gradients are those of one device; keys are masked or decay."""
     axes, options, exchanges = CASES[name]

@@ -87,7 +87,7 @@ def test_a_million_tokens_lose_no_digit(rate):
 IDS = np.repeat([[0, 1, 2]], [5, 1, 8], axis=1).repeat(2, axis=0)
 
 
-@pytest.mark.parametrize("case", tiers(["packed log-weights", "alibi", "log-weights", "elu+1"], 2))
+@pytest.mark.parametrize("case", tiers(["packed log-weights", "alibi", "log-weights", "elu+1"], 1))
 def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
     """Within the first-order bound of float32 up to norms where the default loses rows."""
     given, oracle = dict(is_causal=True), dict(is_causal=True, scale=1.0)

@@ -111,7 +111,7 @@ def test_matrix_is_the_recursion_of_def_3_1(d):
     np.testing.assert_allclose(got, signs[:, None] * recursion(angles), atol=1e-6)
 
 
-@pytest.mark.parametrize(("d", "products"), SIZES)
+@pytest.mark.parametrize(("d", "products"), tiers(SIZES, [(1, 3), (3, 1), (15, 3)]))
 def test_apply_is_the_product_with_an_orthogonal_matrix(d, products):
     butterfly = example(d, products)
     x = jax.random.normal(jax.random.key(3), (2, 3, d))

@@ -97,6 +97,7 @@ def test_every_model_for_every_number_of_images(sections):
         np.testing.assert_allclose(program.call(images(number)), want, atol=2e-2)
 
 
+@pytest.mark.thorough
 def test_what_stands_beside_it(tmp_path):
     data = config.Data(eval_resize=10)
     export.export(trained(data=data), tmp_path / "new" / "birds.stablehlo")

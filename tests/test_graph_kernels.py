@@ -194,6 +194,7 @@ def test_diffusion_with_a_large_sigma_does_not_vanish():
         np.testing.assert_allclose(float(kernels.Diffusion(sigma)(1024).sum()), 1, rtol=3e-4)
 
 
+@pytest.mark.thorough
 def test_alpha_is_fitted_with_the_scales():
     """The lengthscale of `gp.fit` is alpha - 2; the likelihood in float64, of the same walks."""
     sampled = features.sample(jax.random.key(0), karate(), num_walks=4, p_halt=0.3)

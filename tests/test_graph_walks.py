@@ -28,6 +28,7 @@ from tests.graph_examples import (
     weights_matrix,
     z_scores,
 )
+from tests.tiers import tiers
 
 ALARM = 1e-6
 """The rate of false alarms of each statistical test."""
@@ -53,7 +54,7 @@ def visits(found, num_copies, step):
     return blocks(matrix, num_copies) / found.num_walks
 
 
-@pytest.mark.parametrize("steps", ["uniform", "weighted", "reinforced"])
+@pytest.mark.parametrize("steps", tiers(["uniform", "weighted", "reinforced"], 2))
 def test_loads_are_unbiased_for_the_powers_of_the_weights(steps):
     """E load[step = t, i -> x] = (W^t)_{ix}: for each t, i and x (VRC Eq. 50 with f = 1)."""
     count, repeats = (400, 10) if steps == "reinforced" else (COPIES, 1)

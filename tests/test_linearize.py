@@ -130,9 +130,9 @@ PAIRS = jnp.concatenate([PADDED, PADDED]).astype(bool)
 @pytest.mark.parametrize(
     ("mask", "options"),
     [
-        (KEYS, {"pairs": PAIRS, "mask": ALL_KEYS}),
+        pytest.param(KEYS, {"pairs": PAIRS, "mask": ALL_KEYS}, marks=pytest.mark.thorough),
         (PADDED, {"pairs": PAIRS, "mask": ALL_KEYS}),
-        (CAUSAL, {"is_causal": True}),
+        pytest.param(CAUSAL, {"is_causal": True}, marks=pytest.mark.thorough),
         (nnx.combine_masks(CAUSAL, PADDED), {"is_causal": True, "pairs": PAIRS, "mask": ALL_KEYS}),
     ],
     ids=["keys", "pairs of padding", "causal", "causal and padding"],

@@ -203,7 +203,7 @@ def test_masks_of_the_kind_that_was_measured(measured, alike, others):
         assert jnp.isnan(output).any()
 
 
-@pytest.mark.parametrize("by", ["mask", "hidden", "scale", "heads"])
+@pytest.mark.parametrize("by", tiers(["mask", "hidden", "scale", "heads"], ["mask", "heads"]))
 def test_a_flag_that_changes_attention(by):
     """Never another finite number: it stays exact, follows the flag, or is NaN."""
     function, [(params, flag, x), *_] = zoo.switched(by)
@@ -337,7 +337,8 @@ def test_batches_of_other_lengths_are_measured_together():
         same(new(*arguments), function(*arguments), 1e-5)
 
 
-def test_a_mask_written_in_the_code():
+@pytest.mark.parametrize("causal", tiers([False, True], 1))
+def test_a_mask_written_in_the_code(causal):
     """Constants: padding at the keys, alone and beside causality."""
     exists = jnp.arange(9) < jnp.array([9, 5])[:, None]
     x = jax.random.normal(jax.random.key(0), (2, 9, 2, 8))
@@ -347,12 +348,11 @@ def test_a_mask_written_in_the_code():
         scores = jnp.einsum("bqnh,bknh->bnqk", x, x)
         return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(jnp.where(mask, scores, -1e9)), x)
 
-    for causal in (False, True):
-        new, _ = performer.linearize(attend, [(x, causal)], exact_window=9)
-        np.testing.assert_allclose(new(x, causal), attend(x, causal), atol=1e-5)
-        changed = x.at[1, 5:].set(7.0)  # keys that do not exist
-        new, _ = performer.linearize(attend, [(x, causal)], num_features=8)
-        np.testing.assert_allclose(new(changed, causal)[1, :5], new(x, causal)[1, :5], atol=1e-5)
+    new, _ = performer.linearize(attend, [(x, causal)], exact_window=9)
+    np.testing.assert_allclose(new(x, causal), attend(x, causal), atol=1e-5)
+    changed = x.at[1, 5:].set(7.0)  # keys that do not exist
+    new, _ = performer.linearize(attend, [(x, causal)], num_features=8)
+    np.testing.assert_allclose(new(changed, causal)[1, :5], new(x, causal)[1, :5], atol=1e-5)
 
 
 def test_steps_of_a_scan_with_other_masks_stay_exact():

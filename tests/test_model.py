@@ -44,7 +44,8 @@ def test_shapes_and_intermediates(pooling, position):
 
 
 @pytest.mark.parametrize(
-    ("variant", "millions"), [("Ti/16", 5.7), ("S/16", 22.0), ("B/16", 86.4), ("L/16", 304.1)]
+    ("variant", "millions"),
+    tiers([("B/16", 86.4), ("Ti/16", 5.7), ("S/16", 22.0), ("L/16", 304.1)], 1),
 )
 def test_variants_have_the_published_sizes(variant, millions):
     """Parameters without the head, as published: Ti 5.7 and S 22 (DeiT), B 86 and L 307 (ViT)."""

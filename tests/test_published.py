@@ -82,7 +82,7 @@ def parity(folder, side, size):
 
 
 CASES = [f"{name}-{side}" for name in make_published.ENCODERS for side in make_published.TINY.sides]
-CORE = ("hf_vit-6", "hf_dinov2-6", "hf_siglip-6", "timm_vit-6", "timm_registers-6", "timm_vit-4")
+CORE = ("hf_dinov2-6", "hf_siglip-6", "timm_vit-6", "timm_vit-4")
 """At the size of their positions, and with fewer patches; the others are variants of these."""
 
 
@@ -363,6 +363,7 @@ def test_classes_of_another_order_are_sorted():
         assert all(part in line for part, line in zip(told, lines, strict=True))
 
 
+@pytest.mark.thorough
 def test_a_run_without_data_predicts_with_the_names_of_the_file(tmp_path):
     """It serves all that needs no data; what does says so."""
     folder, workdir = FILES / "hf_dinov2_registers", tmp_path / "run"
