@@ -128,21 +128,6 @@ def test_lost_rows_are_those_without_the_kernel(monkeypatch):
     close(got, performer_attention(*args, **options), 1e-4)
 
 
-@pytest.mark.thorough
-def test_transformations():
-    args = inputs(20, 20, b=6, heads=False)
-    attend = partial(performer_attention, implementation=PALLAS)
-    want = performer_attention(*args)
-    two = tuple(x.reshape(2, 3, *x.shape[1:]) for x in args[:3])
-    mapped = jax.vmap(attend, in_axes=(0, 0, 0, None))(*two, args[3])
-    close(mapped.reshape(want.shape), want)
-    slope, other = (
-        jax.grad(lambda *x, f=f: jnp.sum(f(*x) ** 2))(*args)
-        for f in (jax.checkpoint(attend), performer_attention)
-    )
-    close(slope, other)
-
-
 @pytest.mark.parametrize(
     ("named", "options"),
     [

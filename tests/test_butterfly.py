@@ -231,26 +231,6 @@ def test_permutations_are_uniform_and_independent():
         assert np.abs(shares - 1 / 5).max() < 5 * np.sqrt(0.16 / len(keys))
 
 
-def test_gradients():
-    """Of g.(B x): B^T g in x, and central differences of the dense matrix in the angles."""
-    butterfly = example(6, 2)
-    x, g = np.random.default_rng(1).standard_normal((2, 6)).astype(np.float32)
-
-    def value(angles, x):
-        return butterfly._replace(angles=angles).apply(x) @ g
-
-    in_angles, in_x = jax.jit(jax.grad(value, argnums=(0, 1)))(butterfly.angles, jnp.asarray(x))
-    np.testing.assert_allclose(in_x, dense(butterfly).T @ g, atol=1e-5)
-    in_back = jax.jit(jax.grad(lambda x: butterfly.apply_transpose(x) @ g))(jnp.asarray(x))
-    np.testing.assert_allclose(in_back, dense(butterfly) @ g, atol=1e-5)
-    start = np.asarray(butterfly.angles, np.float64)
-    for index in np.ndindex(start.shape):
-        step = np.zeros_like(start)
-        step[index] = 1e-6
-        ends = [g @ dense(butterfly._replace(angles=start + sign * step)) @ x for sign in (1, -1)]
-        assert float(in_angles[index]) == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -7,7 +7,6 @@ import pytest
 
 from experiments.common import tabular
 from experiments.tabular import classification
-from performer import kernels
 from tests.small import read_csv
 
 
@@ -47,17 +46,6 @@ def two_classes(rows=400, d=4, name="banknote"):
     x = rng.normal(size=(rows, d))
     x[:, 0] += 5 * y
     return tabular.Table(name, 5 + 2 * x, y, tuple("abcd"[:d]))
-
-
-def test_exact_kernel():
-    _, problem = classification.problems(two_classes(400))
-    sigmas = np.geomspace(0.2, 2, 9).tolist()
-    found_at = classification.exact_accuracies(problem, sigmas)
-    for sigma, found in zip(sigmas, found_at, strict=True):
-        x, y = (jnp.asarray(sigma * points) for points in (problem.test_x, problem.train_x))
-        predicted = np.argmax(kernels.gaussian(x, y) @ problem.one_hot, axis=1)
-        assert found == pytest.approx(np.mean(predicted == problem.test_y))
-    assert len({*found_at}) > 5
 
 
 def test_problems():

@@ -115,28 +115,6 @@ def test_observations_that_are_refused(observed, y, nodes, message):
             )
 
 
-@pytest.mark.parametrize("compiled", tiers([True, False], 1))
-@pytest.mark.parametrize("observed", [[3, 0, 3, 5, 12, 33], []], ids=["seen twice", "nothing seen"])
-def test_samples_have_the_mean_and_covariance_of_the_posterior(observed, compiled):
-    """Each of 34 means and 595 covariances within 5.5 errors of 3,000 samples: 1 alarm in 4e4."""
-    count, observed, y = 3000, np.array(observed, np.int32), np.arange(len(observed)) - 2.0
-    kernel = graph_random_features(
-        jax.random.key(1), karate(), kernels.Diffusion(1.5), num_walks=2, p_halt=0.3
-    )
-    mean, covariance = law_of(kernel.gram(), observed, y, np.arange(34), 1.3, 0.5)
-
-    def paths(key):
-        return gp.sample(key, kernel, observed, y, 0.5, count, output_scale=1.3)
-
-    drawn = np.asarray((jax.jit(paths) if compiled else paths)(jax.random.key(0)), np.float64)
-    assert drawn.shape == (count, 34)
-    variances = np.diag(covariance)
-    assert np.max(np.abs(drawn.mean(axis=0) - mean) / np.sqrt(variances / count)) < 5.5
-    errors = np.sqrt((np.outer(variances, variances) + covariance**2) / count)
-    measured = (drawn - mean).T @ (drawn - mean) / count
-    assert np.max(np.abs(measured - covariance) / errors) < 5.5
-
-
 def test_one_sample_is_that_of_the_equations():
     """Matheron's rule in float64 with dense matrices, for the same draws of weights and noise."""
     observed, y, noise_scale, output_scale = np.array([3, 0, 3, 5]), np.arange(4.0), 0.5, 1.3

@@ -172,15 +172,6 @@ def test_convergence_on_the_radius_itself():
             kernels.require_radius(kernels.Resolvent(d), 1.0)
 
 
-def test_a_polynomial_and_an_entire_series_converge_everywhere():
-    for kernel in (kernels.RandomWalk(4), kernels.Diffusion(), lambda n: np.eye(n)[0]):
-        kernels.require_radius(kernel, 100.0)
-    even = kernels.FromSeries(lambda n: 0.5 ** np.arange(n) * (np.arange(n) % 2 == 0))
-    kernels.require_radius(even, 1.999)
-    with pytest.raises(ValueError, match="up to 2;"):
-        kernels.require_radius(even, 2.001)
-
-
 def test_no_rounding_error_connects_two_components():
     parts = [(0, 1), (1, 2), (3, 4), (4, 5), (6, 7), (7, 8), (8, 6)]
     found = np.asarray(kernels.Diffusion().dense(Graph.from_edges(parts, 9)))

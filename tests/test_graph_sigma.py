@@ -22,11 +22,6 @@ def _graphs():
     return {name: Graph.from_networkx(graph) for name, graph in made.items()}
 
 
-def _kernel(graph):
-    n = graph.num_nodes
-    return np.linalg.matrix_power(np.linalg.inv(np.eye(n) + laplacian(_weights(graph))), 2)
-
-
 def _weights(graph):
     return np.asarray(graph.to_dense(), np.float64)
 

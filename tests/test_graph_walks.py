@@ -144,32 +144,6 @@ def test_reinforced_walks_avoid_edges_of_earlier_ones():
     assert abs(z) < stats.norm.isf(ALARM / 2)
 
 
-def test_walks_go_along_edges_and_make_their_steps():
-    """Every walk is there once, with all its steps, each to a neighbour."""
-    graph = karate()
-    lengths = np.asarray(lengths_of(graph, 5))
-    found = walks.sample(jax.random.key(2), graph, lengths, p_halt=P_HALT)
-    kept = np.asarray(found.load) > 0
-    order = np.lexsort((np.asarray(found.step)[kept], np.asarray(found.start)[kept]))
-    for i in range(graph.num_nodes):
-        expected = np.bincount(np.concatenate([np.arange(n + 1) for n in lengths[i]]))
-        of_node = kept & (np.asarray(found.start) == i)
-        assert np.bincount(np.asarray(found.step)[of_node]).tolist() == expected.tolist()
-        assert np.asarray(found.last)[of_node].sum() == 5
-    assert len(order) == (lengths + 1).sum()
-    adjacency = np.asarray(graph.to_dense())
-    rounds_first = np.asarray(found.node).reshape(-1, len(kept) // rounds(lengths, P_HALT))
-    steps = np.asarray(found.step).reshape(rounds_first.shape)
-    alive = kept.reshape(rounds_first.shape)
-    moved = (steps[1:] > 0) & alive[1:]
-    assert (adjacency[rounds_first[:-1][moved], rounds_first[1:][moved]] == 1).all()
-    assert moved.sum() == lengths.sum()
-
-
-def rounds(lengths, p_halt):
-    return walks._lanes(lengths, p_halt)[2]
-
-
 def test_a_draw_depends_on_walker_and_step_alone():
     """Longer walks of a few do not change the others' paths."""
     graph = karate()

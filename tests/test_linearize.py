@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import performer
-from performer import calibration, couplings
 from performer.attention.refinement import Sample, softmax_attention
 from performer.nnx import PerformerAttention, linearize, measure
+from tests.attention_inputs import by_op
 from tests.tiers import tiers
 
 B, T, WIDTH, HEADS = 3, 6, 8, 2
@@ -50,19 +49,6 @@ def by_hand(model, x, others=None, *, pairs=None, **options):
     """The output of the model from the op, calibrated on all of x; frequencies as documented."""
     x = x.reshape(-1, T, WIDTH)
     return x + model.attention.out(by_op(*projected(model, x, others), pairs=pairs, **options))
-
-
-def by_op(query, key, value, *, pairs=None, **options):
-    """The op on frequencies as documented, calibrated on all of these queries and keys."""
-    of_moments = {name: options[name] for name in ("is_causal", "scale") if name in options}
-    moments = calibration.pair_moments(query, key, mask=pairs, **of_moments)
-    fitted = calibration.fit(moments, "full", couplings.DEFAULT)
-    heads, width = key.shape[2:]
-    drawn_key = jax.random.split(jax.random.key(0), 1)[0]
-    frequencies = couplings.draw(drawn_key, couplings.DEFAULT, 16, width, heads)
-    return performer.performer_attention(
-        query, key, value, frequencies, calibration=fitted, **options
-    )
 
 
 @pytest.mark.parametrize(
@@ -110,17 +96,6 @@ def test_a_window(is_causal):
         for i in range(T):
             last = new[0](X[0][:, i : i + 1], decode=True)
         np.testing.assert_allclose(last, want[:, -1:], atol=1e-5)
-
-
-def test_cross_attention_has_no_window():
-    others = jax.random.normal(jax.random.key(1), (B, T + 3, WIDTH))
-    new, _ = linearize(Model(), [(X[0], others)], num_features=16, exact_window=2)
-    want, _ = linearize(Model(), [(X[0], others)], num_features=16)
-    np.testing.assert_array_equal(new(X[0], others), want(X[0], others))
-    with pytest.raises(ValueError, match="exact_first=1.*goes with an exact_window|first keys go"):
-        linearize(Model(), BATCHES, exact_first=1)
-    with pytest.raises(ValueError, match="exact_window must not be negative, got -2"):
-        linearize(Model(), BATCHES, exact_window=-2)
 
 
 ALL_KEYS = jnp.concatenate([KEYS, KEYS])

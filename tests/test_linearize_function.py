@@ -12,6 +12,7 @@ import performer
 from performer import calibration, couplings
 from performer.linearization import layers
 from tests import zoo
+from tests.attention_inputs import by_op
 from tests.tiers import tiers
 from tests.zoo import HEAD, HEADS, LEFT, LENGTHS, LINEAR, SEGMENTS, TRIL, B, T
 
@@ -131,22 +132,6 @@ def test_nothing_to_replace_is_an_error():
         performer.linearize(alone, batches)
 
 
-def by_hand(query, key, value, num_features, pairs=None, **options):
-    """The op with frequencies and calibration as documented."""
-    of_moments = {name: options[name] for name in ("is_causal",) if name in options}
-    moments = calibration.pair_moments(query, key, mask=pairs, **of_moments)
-    drawn = jax.random.split(jax.random.key(0), 1)[0]
-    heads, width = key.shape[2:]
-    return performer.performer_attention(
-        query,
-        key,
-        value,
-        couplings.draw(drawn, couplings.DEFAULT, num_features, width, heads),
-        calibration=calibration.fit(moments, "full", couplings.DEFAULT),
-        **options,
-    )
-
-
 @pytest.mark.parametrize("model", named([zoo.plain, zoo.jax_causal, zoo.cross, zoo.any_mask]))
 def test_it_is_the_op_on_queries_and_keys(model):
     function, batches = model()
@@ -158,9 +143,10 @@ def test_it_is_the_op_on_queries_and_keys(model):
         exists = jnp.asarray(jnp.arange(T) < LENGTHS[:, None])[:, None, None]
         exists = jnp.concatenate([exists, exists])
         pairs = jnp.broadcast_to(exists, (2 * B, 1, zoo.S, T))
-        want = by_hand(query, key, value, 6, pairs=pairs, mask=exists)
+        want = by_op(query, key, value, num_features=6, pairs=pairs, mask=exists)
     else:
-        want = zoo.out(batches[0][0], by_hand(query, key, value, 6, is_causal=True))
+        want = by_op(query, key, value, num_features=6, is_causal=True)
+        want = zoo.out(batches[0][0], want)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 

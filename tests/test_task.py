@@ -11,7 +11,7 @@ from flax import nnx
 import vit
 from tests.sequences import DATASET, TASK
 from tests.small import small_config
-from vit import config, convert, data, evaluate, train
+from vit import config, convert, evaluate, train
 from vit.reports import metrics
 from vit.run import runs
 from vit.task import SUBJECTS, no_attention
@@ -119,14 +119,3 @@ def test_a_run_is_found_again_by_the_name_of_its_task(tmp_path, monkeypatch):
     transfer.init_from(tmp_path / "run", SETTINGS, tmp_path / "new", DATASET, OTHER)
     old, new = (runs.restore(tmp_path / name).model() for name in ("run", "new"))
     jax.tree.map(np.testing.assert_array_equal, *(nnx.state(x, nnx.Param) for x in (old, new)))
-
-
-def test_a_data_set_that_is_too_small_is_refused(tmp_path):
-    for (train_records, evaluation), message in {
-        (31, 40): "larger than .* 31 records",
-        (96, 0): "eval_split='test' is empty",
-    }.items():
-        few = data.in_memory(DATASET.train[:train_records], DATASET.evaluation[:evaluation])
-        with pytest.raises(ValueError, match=message):
-            train.train(SETTINGS, tmp_path / "run", few, TASK)
-        assert not (tmp_path / "run").exists()

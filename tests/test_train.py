@@ -99,7 +99,6 @@ def test_metrics_are_read_while_the_next_steps_compute():
     assert [record["data_seconds"] for record in written] == [2.0, 2.0, 0.5]
 
 
-@pytest.mark.optimised("asserts bits")
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, capsys):
     """Dropout, augmentation, shuffling, optimiser, schedule and frequencies go on as they were.
 
