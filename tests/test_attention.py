@@ -20,6 +20,7 @@ from tests.tiers import tiers
 # Limits
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("scale", "away"), tiers([(1 / 8, 0.045), (1 / 4, 0.78)], 1))
 def test_google_is_biased_and_looks_into_the_future(scale, away):
     """Distance to the estimate it claims to compute; early outputs move with the last key alone."""

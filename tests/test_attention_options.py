@@ -525,7 +525,7 @@ def test_options(number, eight_devices):
     assert off(case, sizes_of(case), np.random.default_rng(number)) < FAR, case
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", tiers(EXACT, ["calibrated", "causal rows"]))
 def test_exact_keys_and_rows(name, eight_devices):
     case = PLAIN | EXACT[name]
     assert off(case, sizes_of(case), np.random.default_rng(0)) < FAR

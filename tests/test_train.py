@@ -132,6 +132,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, c
     logs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
     for a, b in zip(*logs, strict=True):
         assert (a["step"], a["train_loss"]) == (b["step"], b["train_loss"])
+    found = evaluate.evaluate_run(tmp_path / "parts")
+    assert found["eval_loss"] == pytest.approx(logs[0][-1]["eval_loss"], rel=1e-5)
 
 
 def test_a_run_whose_checkpoints_are_gone_keeps_its_log(digits_run, tmp_path):
@@ -295,6 +297,7 @@ def reached(workdir, process):
     return metrics.read(log)[-1]["step"]
 
 
+@pytest.mark.thorough
 def test_a_killed_process_resumes_and_is_evaluated(tmp_path):
     """kill -9 between two checkpoints, at the real command line; this process goes on."""
     workdir = tmp_path / "run"
