@@ -39,8 +39,6 @@ def message(*given):
     [
         ("--config.learning_rate=1", "--config.optim.learning_rate"),
         ("--coupling=pm", "--config.attention.coupling"),
-        ("--batch-size=8", "--config.data.batch_size"),
-        ("--epochs=8", "--config.num_epochs"),
         ("--config.attention.cupling=pm", "--config.attention.coupling"),
         ("--wrkdir=x", "--workdir"),
     ],

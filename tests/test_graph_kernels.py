@@ -110,10 +110,8 @@ def test_resolvent_of_the_weights():
     [
         (lambda: kernels.Resolvent().dense(example()), r"spectral radius of the weights is 3\."),
         (partial(kernels.Diffusion, sigma=-1.0), "sigma must be positive and finite"),
-        (lambda: kernels.RegularisedLaplacian(d=0), "d must be positive"),
         (lambda: kernels.RandomWalk(alpha=1.5), "alpha must be at least 2"),
         (lambda: kernels.RandomWalk(alpha=np.nan), "alpha must be at least 2"),
-        (lambda: kernels.Matern(nu=0.0), "nu must be positive"),
         (lambda: kernels.FromSeries(lambda n: -np.ones(n)), "begin with c_0 > 0, got -1"),
         (lambda: kernels.Diffusion().dense(Graph.from_edges([(0, 1)], 2, [-1.0])), "weights >= 0"),
     ],
