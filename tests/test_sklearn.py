@@ -1,6 +1,5 @@
 """RandomFeatures against scikit-learn's own checks and kernels, and inside its tools."""
 
-import dataclasses
 import pickle
 
 import jax
@@ -13,13 +12,11 @@ from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.utils.estimator_checks import check_estimator
 
 from performer import kernels
-from performer.features import hyperbolic
 from performer.sklearn import RandomFeatures
 from tests.tiers import tiers
 
 # The columns have different means: the variance of all entries is not the mean of the variances.
 X = np.random.default_rng(0).normal([0, 2, 4], size=(8, 3))
-HYPERBOLIC = dataclasses.replace(kernels.softmax, feature_map=hyperbolic)
 
 
 def test_scikit_learns_checks():
