@@ -235,18 +235,14 @@ def programs():
         return without_dropout(), without_dropout(accumulate=4, ema=0.9)
 
 
-def test_one_compilation_for_all_steps_and_label_smoothing(programs):
+def test_one_compilation_for_all_steps(programs):
     """No value of a step reaches the host while the next ones are started, and none recompiles."""
-    after = []
-    for run, batches in (programs[0], without_dropout(label_smoothing=0.1)):
-        state, _ = run.train(run.initial(), batches[0])
-        with jax.transfer_guard("disallow"):
-            for batch in batches[1:]:
-                state, _ = run.train(state, batch)
-        assert run.train.func._cache_size() == 1
-        after.append(nnx.filter_state(state, nnx.Param))
-    same = jax.tree.map(np.array_equal, *after)
-    assert not all(jax.tree.leaves(same))
+    run, batches = programs[0]
+    state, _ = run.train(run.initial(), batches[0])
+    with jax.transfer_guard("disallow"):
+        for batch in batches[1:]:
+            state, _ = run.train(state, batch)
+    assert run.train.func._cache_size() == 1
 
 
 def test_a_batch_in_parts_gives_the_same_step(programs):
@@ -256,16 +252,20 @@ def test_a_batch_in_parts_gives_the_same_step(programs):
         assert float(results[1][name]) == pytest.approx(float(results[0][name]), rel=1e-5)
 
 
-def test_mixup_is_in_the_step():
+def test_mixup_and_label_smoothing_are_in_the_step():
     """What the loss is of: images and targets blended with their neighbours by one share."""
-    settings = small_config(data=config.Data(batch_size=8, mixup=0.4))
+    settings = small_config(
+        data=config.Data(batch_size=8, mixup=0.4),
+        optim=config.Optim(warmup_steps=1, label_smoothing=0.1),
+    )
     images = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1)).astype(np.uint8)
     batch = {"image": jax.numpy.asarray(images), "label": jax.numpy.arange(8)}
     task = runs.subject(settings)[1]
     examples = task.examples(settings, jax.random.key(0), batch)
-    share = float(examples[1][0, 0])
+    smooth = 0.9 * np.eye(10)[:8] + 0.01
+    share = float(examples[1][0, 0] - 0.01) / 0.9
     assert 0 < share < 1
-    for got, x in zip(examples, (images.astype(float), np.eye(10)[:8]), strict=True):
+    for got, x in zip(examples, (images.astype(float), smooth), strict=True):
         want = share * x + (1 - share) * np.roll(x, 1, axis=0)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
