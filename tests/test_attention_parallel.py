@@ -24,7 +24,6 @@ CASES = {
     # the mesh, the options, the exchanges of the forward pass
     "both ways": ({"sequence": 8}, {}, {"all_reduce": 2}),
     "causal": ({"sequence": 8}, dict(is_causal=True), {"all_gather": 3}),
-    "causal decay": ({"sequence": 4}, dict(is_causal=True), None),
     "causal window, decay": ({"sequence": 4}, dict(is_causal=True, **WINDOW), None),
     "both ways window, decay": ({"sequence": 4}, WINDOW, None),
     "batch and heads": ({"data": 2, "heads": 2}, dict(is_causal=True), {}),

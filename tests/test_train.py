@@ -314,9 +314,8 @@ def test_a_killed_process_resumes_and_is_evaluated(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_dead_reader_of_the_log_stops_nothing(tmp_path, stopped):
-    """`| head -1`, and `| tee log` when Ctrl-C ends tee first: the run ends as it would alone."""
+def test_a_dead_reader_of_the_log_stops_nothing(tmp_path):
+    """`| tee log` when Ctrl-C ends tee first: the run ends as it would alone."""
     workdir = tmp_path / "run"
     process = subprocess.Popen(
         [*COMMAND, f"--workdir={workdir}"],
@@ -328,7 +327,6 @@ def test_a_dead_reader_of_the_log_stops_nothing(tmp_path, stopped):
     assert process.stdout.readline() == b"building the model\n"
     process.stdout.close()
     reached(workdir, process)
-    if stopped:
-        process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE) == (safety.STOPPED if stopped else 0)
-    assert (checkpoint.found(workdir)[-1] == 88) != stopped
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == safety.STOPPED
+    assert checkpoint.found(workdir)[-1] < 88
