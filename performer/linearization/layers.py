@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from performer import couplings
+from performer.analysis import by_cost
 from performer.attention import calibration as calibrations
 from performer.attention.refinement import (
     START,
@@ -88,8 +89,7 @@ class Options:
         if self.tolerance is None:
             return [(most, keys)]
         even = [most] + [most >> i for i in (1, 2, 3) if most % 2 ** (i + 1) == 0]
-        tried = {(m, keys * j // 2) for m in even for j in range(3)}
-        return sorted(tried, key=lambda x: (x[0] + x[1] / 2, x))  # two keys cost one feature
+        return by_cost(even, keys)
 
     @classmethod
     def of(cls, batches: Any, **keywords: Any) -> "Options":
