@@ -56,7 +56,7 @@ def by_op(query, key, value, *, pairs=None, **options):
     """The op on frequencies as documented, calibrated on all of these queries and keys."""
     of_moments = {name: options[name] for name in ("is_causal", "scale") if name in options}
     moments = calibration.pair_moments(query, key, mask=pairs, **of_moments)
-    fitted = calibration.fit(moments, "full", couplings.DEFAULT)
+    fitted = calibration.fit(moments, "full", couplings.DEFAULT, "exact_window" in options)
     heads, width = key.shape[2:]
     drawn_key = jax.random.split(jax.random.key(0), 1)[0]
     frequencies = couplings.draw(drawn_key, couplings.DEFAULT, 16, width, heads)
