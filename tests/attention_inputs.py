@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from performer import couplings, features
+from performer import calibration, couplings, features, performer_attention
 from performer.features import FeatureMap
 
 H, V, M = 8, 5, 12
@@ -61,6 +61,17 @@ def random_decays(b=2, t=14, n=2, seed=0):
     """Log-decays for each token and key head."""
     rng = np.random.default_rng(seed)
     return -rng.exponential(0.2, (b, t, n)).astype(np.float32)
+
+
+def by_op(query, key, value, *, num_features=16, pairs=None, **options):
+    """What `linearize` makes of one attention: frequencies and calibration as documented."""
+    of_moments = {name: options[name] for name in ("is_causal", "scale") if name in options}
+    moments = calibration.pair_moments(query, key, mask=pairs, **of_moments)
+    heads, width = key.shape[2:]
+    drawn_key = jax.random.split(jax.random.key(0), 1)[0]
+    frequencies = couplings.draw(drawn_key, couplings.DEFAULT, num_features, width, heads)
+    fitted = calibration.fit(moments, "full", couplings.DEFAULT, "exact_window" in options)
+    return performer_attention(query, key, value, frequencies, calibration=fitted, **options)
 
 
 def close(got, want, tolerance=1e-5):

@@ -134,6 +134,21 @@ def tiny(monkeypatch):
     monkeypatch.setitem(config.SIZES, "XS", TINY)
 
 
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory):
+    """The folder of a run of three steps on digits, by `small.TRAINED`, and what it returned.
+
+    Its variant XS is SHALLOW; tests leave the folder as it is.
+    """
+    from tests.small import SHALLOW, TRAINED
+    from vit import config, train
+
+    workdir = tmp_path_factory.mktemp("digits") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.SIZES, "XS", SHALLOW)
+        return workdir, train.train(TRAINED, workdir)
+
+
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Attention in chunks of 4 tokens and blocks of 3 chunks: short sequences have many."""

@@ -34,6 +34,14 @@ def small_config(**sections):
     return config.Config(**(defaults | sections))
 
 
+TRAINED = small_config(
+    model=config.Model(variant="XS/4", pooling="token", dropout=0.1),
+    optim=config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.5),
+    data=config.Data(batch_size=32, max_shift=1, flip=True, eval_resize=10),
+)
+"""Of the run that tests share."""
+
+
 def new_vit(settings, seed=0, num_classes=5):
     """By one program for each config: the many small ones of `ViT(...)` take longer to compile."""
     fields = tuple(config.flatten(settings).items())

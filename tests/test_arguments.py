@@ -39,8 +39,6 @@ def message(*given):
     [
         ("--config.learning_rate=1", "--config.optim.learning_rate"),
         ("--coupling=pm", "--config.attention.coupling"),
-        ("--batch-size=8", "--config.data.batch_size"),
-        ("--epochs=8", "--config.num_epochs"),
         ("--config.attention.cupling=pm", "--config.attention.coupling"),
         ("--wrkdir=x", "--workdir"),
     ],
@@ -84,6 +82,7 @@ def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
     assert "invalid literal for int() with base 10: 'own'" in message("--config=digits")
 
 
+@pytest.mark.thorough
 def test_a_failure_is_one_line(tmp_path):
     """A package `experiments` of the user's own, in the current folder, is no obstacle."""
     failures = {

@@ -85,18 +85,16 @@ def test_implementations_agree(is_causal):
 
 WINDOW = dict(exact_window=3, exact_first=2)
 FUTURE = {
-    **{name: dict(feature_map=name) for name in MAPS},
+    "positive": {},
+    "relu": dict(feature_map="relu"),
     "own, log-weights": dict(feature_map=OWN),
-    "log-weights": {},
-    "window": WINDOW,
-    "decay": {},
     "window, decay": WINDOW,
     "robust": dict(implementation="robust", scale=1.0),
 }
 
 
 @pytest.mark.optimised("asserts bits")
-@pytest.mark.parametrize("name", tiers(FUTURE, ("own, log-weights", "window, decay", "robust")))
+@pytest.mark.parametrize("name", tiers(FUTURE, ["window, decay"]))
 def test_the_future_changes_nothing_bit_for_bit(name, small_chunks):
     """Queries, keys, values, log-weights and decays of later tokens."""
     query, key, value, frequencies = far_apart(60.0, 30) if name == "robust" else inputs(t=30)
@@ -136,7 +134,7 @@ def test_early_queries_keep_their_precision():
     assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 def test_relative_error_against_float64(is_causal):
     """At most 1e-5 for unit normal q, k times 1, 3 and 5 (head_dim 64)."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -154,20 +152,17 @@ def test_relative_error_against_float64(is_causal):
 
 IDS = np.repeat([[0, 1, 2]], [5, 1, 8], axis=1).repeat(2, axis=0)
 GRADIENTS = {
-    "both ways": {},
     "both ways, log-weights": {},
-    "causal": dict(is_causal=True),
     "causal, log-weights": dict(is_causal=True),
     "packed, log-weights": dict(segment_ids=IDS),
     "packed, window": dict(segment_ids=IDS, **WINDOW),
     "causal, window, decay": dict(is_causal=True, **WINDOW),
     "both ways, window, decay": WINDOW,
-    "causal, decay": dict(is_causal=True),
     "robust": dict(is_causal=True, implementation="robust", scale=1.0),
 }
 
 
-LARGEST = ("both ways, log-weights", "packed, log-weights", "causal, window, decay", "robust")
+LARGEST = ("packed, log-weights", "causal, window, decay")
 """Cases of the core; the programs of the others are parts of theirs."""
 
 
@@ -237,7 +232,7 @@ FINITE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "feature_map"), tiers(FINITE, 3))
+@pytest.mark.parametrize(("name", "feature_map"), tiers(FINITE, 2))
 def test_finite_for_any_finite_input(name, feature_map, small_chunks):
     """Outputs and gradients, norms from 0 to 10^4, equal keys; rows that see keys sum to 1."""
     query, key, value, frequencies = inputs(t=9, k=4)

@@ -24,14 +24,13 @@ CASES = {
     # the mesh, the options, the exchanges of the forward pass
     "both ways": ({"sequence": 8}, {}, {"all_reduce": 2}),
     "causal": ({"sequence": 8}, dict(is_causal=True), {"all_gather": 3}),
-    "causal decay": ({"sequence": 4}, dict(is_causal=True), None),
     "causal window, decay": ({"sequence": 4}, dict(is_causal=True, **WINDOW), None),
     "both ways window, decay": ({"sequence": 4}, WINDOW, None),
     "batch and heads": ({"data": 2, "heads": 2}, dict(is_causal=True), {}),
 }
 
 
-@pytest.mark.parametrize("name", tiers(CASES, [x for x in CASES if "window" in x]))
+@pytest.mark.parametrize("name", tiers(CASES, ["causal window, decay"]))
 def test_split_over_devices(name, eight_devices):
     """Outputs and gradients are those of one device; keys are masked or decay."""
     axes, options, exchanges = CASES[name]

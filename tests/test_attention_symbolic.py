@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from performer import calibration, performer_attention
+from performer import performer_attention
 from performer.attention import _sizes
 from tests.attention_inputs import close, inputs
 from tests.tiers import tiers
@@ -56,41 +56,14 @@ def with_mask(b=2, t=7, s=9):
     return *tokens, inputs()[3], jnp.asarray(mask)
 
 
-def calibrated(*given):
-    fitted = calibration.calibrate(*inputs(t=40)[:2])
-    return performer_attention(*given, calibration=fitted, is_causal=True)
-
-
-def of_lengths(t=7, s=9):
-    return inputs(t=t, s=s)
-
-
-def images(b=2):
-    """Blocks follow the batch, and the length is a number."""
-    return inputs(b=b, t=33)
-
-
-def packed(*given):
-    return performer_attention(*given[:4], segment_ids=given[4])
-
-
-def with_segments(b=2, t=7):
-    ids = np.random.default_rng(t).integers(0, 3, (b, t))
-    return *inputs(b=b, t=t), jnp.asarray(ids, jnp.int32)
-
-
 PROGRAMS = {
     # the function, its arguments of given sizes, their axes, the sizes
     "causal, lengths": (causal, with_lengths, (*SELF, "b"), [(1, 1), (3, 50)]),
     "cross, mask, bfloat16": (masked, with_mask, (*CROSS, "b, 1, 1, s"), [(1, 1, 1), (3, 50, 20)]),
-    "causal cross, calibration": (calibrated, of_lengths, CROSS, [(1, 5), (21, 6)]),
-    "batch alone": (performer_attention, images, ("b, ...",) * 3 + ("...",), [(3,), (40,)]),
-    "packed": (packed, with_segments, (*SELF, "b, t"), [(1, 1), (3, 50)]),
 }
-LARGE = pytest.param("packed", marks=pytest.mark.slow)  # its program
 
 
-@pytest.mark.parametrize("name", [*tiers(list(PROGRAMS)[:-1], 1), LARGE])
+@pytest.mark.parametrize("name", tiers(PROGRAMS, 0))
 def test_exported_attention_is_attention(name):
     function, arguments, axes, sizes = PROGRAMS[name]
     program = exported(function, arguments(), axes)

@@ -16,7 +16,7 @@ from performer import performer_attention
 from performer.attention import _decay
 from performer.attention.state import State, combine
 from tests import oracles
-from tests.attention_inputs import MAPS, SLOPES, M, close, far_apart, inputs
+from tests.attention_inputs import SLOPES, M, close, far_apart, inputs
 from tests.tiers import tiers
 
 
@@ -87,7 +87,7 @@ def test_a_million_tokens_lose_no_digit(rate):
 IDS = np.repeat([[0, 1, 2]], [5, 1, 8], axis=1).repeat(2, axis=0)
 
 
-@pytest.mark.parametrize("case", tiers(["packed log-weights", "alibi", "log-weights", "elu+1"], 2))
+@pytest.mark.parametrize("case", tiers(["packed log-weights", "alibi", "log-weights", "elu+1"], 1))
 def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
     """Within the first-order bound of float32 up to norms where the default loses rows."""
     given, oracle = dict(is_causal=True), dict(is_causal=True, scale=1.0)
@@ -131,7 +131,8 @@ def test_a_mask_is_log_weights_of_zero_and_minus_infinity(is_causal, small_chunk
 
 
 @pytest.mark.parametrize(
-    ("feature_map", "is_causal"), tiers([*((name, True) for name in MAPS), ("positive", False)], 1)
+    ("feature_map", "is_causal"),
+    tiers([("positive", True), ("relu", True), ("positive", False)], 1),
 )
 def test_huge_log_weights(feature_map, is_causal, small_chunks):
     """A key that outweighs all others is all that counts where it is seen; alone, any counts."""

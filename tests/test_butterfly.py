@@ -111,7 +111,7 @@ def test_matrix_is_the_recursion_of_def_3_1(d):
     np.testing.assert_allclose(got, signs[:, None] * recursion(angles), atol=1e-6)
 
 
-@pytest.mark.parametrize(("d", "products"), SIZES)
+@pytest.mark.parametrize(("d", "products"), tiers(SIZES, [(1, 3), (3, 1), (15, 3)]))
 def test_apply_is_the_product_with_an_orthogonal_matrix(d, products):
     butterfly = example(d, products)
     x = jax.random.normal(jax.random.key(3), (2, 3, d))
@@ -122,7 +122,7 @@ def test_apply_is_the_product_with_an_orthogonal_matrix(d, products):
     np.testing.assert_allclose(back, x @ want, atol=2e-5)
 
 
-@pytest.mark.parametrize(("d", "products"), tiers([(4, 1), (4, 3), (1, 1), (8, 1)], 2))
+@pytest.mark.parametrize(("d", "products"), tiers([(4, 3), (4, 1), (1, 1), (8, 1)], 1))
 def test_columns_have_the_moments_of_the_uniform_law(d, products):
     """E b_i, E b_i b_j, E b_i^2 b_j, E b_i^2 b_j^2 in every column; entries of B uncorrelated.
 
@@ -229,26 +229,6 @@ def test_permutations_are_uniform_and_independent():
     for values in (first, second, np.take_along_axis(np.argsort(second), first, axis=1)):
         shares = np.mean(values[..., None] == np.arange(5), axis=0)
         assert np.abs(shares - 1 / 5).max() < 5 * np.sqrt(0.16 / len(keys))
-
-
-def test_gradients():
-    """Of g.(B x): B^T g in x, and central differences of the dense matrix in the angles."""
-    butterfly = example(6, 2)
-    x, g = np.random.default_rng(1).standard_normal((2, 6)).astype(np.float32)
-
-    def value(angles, x):
-        return butterfly._replace(angles=angles).apply(x) @ g
-
-    in_angles, in_x = jax.jit(jax.grad(value, argnums=(0, 1)))(butterfly.angles, jnp.asarray(x))
-    np.testing.assert_allclose(in_x, dense(butterfly).T @ g, atol=1e-5)
-    in_back = jax.jit(jax.grad(lambda x: butterfly.apply_transpose(x) @ g))(jnp.asarray(x))
-    np.testing.assert_allclose(in_back, dense(butterfly) @ g, atol=1e-5)
-    start = np.asarray(butterfly.angles, np.float64)
-    for index in np.ndindex(start.shape):
-        step = np.zeros_like(start)
-        step[index] = 1e-6
-        ends = [g @ dense(butterfly._replace(angles=start + sign * step)) @ x for sign in (1, -1)]
-        assert float(in_angles[index]) == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-4)
 
 
 @pytest.mark.parametrize(

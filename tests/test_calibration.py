@@ -12,7 +12,7 @@ from flax import nnx
 from scipy import stats
 
 from experiments.attention.data import DATA
-from performer import calibration, couplings, directions, norms, performer_attention
+from performer import calibration, couplings, directions, performer_attention
 from performer.attention import attention_weights
 from performer.attention.calibration import Calibration, calibrate, fit, pair_moments
 from performer.attention.refinement import LEARNED
@@ -106,27 +106,6 @@ def test_the_law_of_the_frequencies_minimises_the_second_moment(f):
     assert grid[np.argmin(mean)] == pytest.approx(best, abs=2e-3)
 
 
-@pytest.mark.parametrize("method", ["shift+scale", "full"])
-def test_softmax_attention_and_its_gradients_do_not_change(method):
-    """Shift and scale applied to exact attention; tilt and proposal leave q and k alone."""
-    fitted = calibrate(QUERY, KEY, coupling="orf", method=method)
-
-    def attention(query, key, value, fitted):
-        query, key = ROOT * query, calibration.transform_keys(fitted, ROOT * key)
-        if fitted.scale is not None:
-            query = jnp.einsum("btnh,nhg->btng", query, fitted.scale)
-        attention = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key))
-        return jnp.einsum("bnts,bsnv->btnv", attention, value)
-
-    def both(fitted):
-        output, pull = jax.vjp(lambda *x: attention(*x, fitted), QUERY, KEY, VALUE)
-        return output, pull(jnp.cos(jnp.arange(output.size, dtype=float)).reshape(output.shape))
-
-    got, want = both(fitted), both(Calibration())
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("method", "coupling"),
     tiers(
@@ -184,15 +163,6 @@ def test_without_any_pair_nothing_changes():
     np.testing.assert_array_equal(nothing[:, 0, 0], 0)
 
 
-SETTINGS = {
-    # coupling, method, data, |q|^2 = |k|^2, at most this part of ORF's error
-    "antithetic": ("pm-antithetic", "none", "isotropic", 1.0, 0.45),
-    "shift": ("fixed-antithetic", "shift", "anisotropic", 2.0, 0.20),
-    "full": ("orf-antithetic", "full", "anisotropic", 2.0, 0.08),
-    "full on clusters": ("pm-antithetic", "full", "clustered", 4.0, 0.45),
-}
-
-
 @partial(jax.jit, static_argnums=1)
 def attention_errors(keys, name, fitted, query, key, exact):
     """The mean over draws."""
@@ -205,22 +175,21 @@ def attention_errors(keys, name, fitted, query, key, exact):
     return jnp.mean(jax.lax.map(error, keys))
 
 
-@pytest.mark.parametrize("setting", tiers(SETTINGS, ["full"]))
-def test_attention_errors_fall(setting):
-    """Geometric mean over 2 data sets of 150 draws; it scatters by about 5% over seeds."""
-    name, method, kind, squared_norm, bound = SETTINGS[setting]
-    ratios = []
+@pytest.mark.thorough
+def test_attention_errors_fall():
+    """Below 8% of ORF's: geometric mean over 2 data sets of 150 draws, which scatters by 5%."""
+    name, ratios = "orf-antithetic", []
     for seed in range(2):
-        query, key = DATA[kind](squared_norm, seed)
+        query, key = DATA["anisotropic"](2.0, seed)
         exact = jax.nn.softmax(query[:, 0] @ key[:, 0].T)
-        fitted = calibrate(query, key, coupling=name, method=method, scale=1.0)
+        fitted = calibrate(query, key, coupling=name, method="full", scale=1.0)
         keys = jax.random.split(jax.random.key(seed), 150)
         mine, orf = (
             attention_errors(keys, *law, query, key, exact)
             for law in [(name, fitted), ("orf", Calibration())]
         )
         ratios.append(mine / orf)
-    assert np.exp(np.mean(np.log(ratios))) <= bound
+    assert np.exp(np.mean(np.log(ratios))) <= 0.08
 
 
 def a_function(key, m, d):
@@ -231,11 +200,8 @@ def a_function(key, m, d):
     ("coupling", "tilt"),
     [
         ("orf-antithetic", "tilt"),
-        ("halton", "tilt"),
         ("fast-simrf", "tilt"),
-        ("simplex*fixed", "traceless"),
         ("pm-antithetic", "traceless"),
-        (couplings.Blocks(directions.simplex, norms.fixed), "traceless"),
         (couplings.Blocks(directions.simplex, lambda key, m, d: jnp.ones(m)), "traceless"),
         (a_function, "traceless"),
         (None, "traceless"),

@@ -184,6 +184,7 @@ def held():
     return len(os.listdir("/dev/fd")), threading.active_count()
 
 
+@pytest.mark.thorough
 def test_saving_leaves_no_descriptors_and_threads(tmp_path):
     counts = []
     with checkpoint.open_checkpoints(tmp_path, write=True) as checkpoints:

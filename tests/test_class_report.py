@@ -10,7 +10,6 @@ from tests.small import SHALLOW, new_vit, sized, small_config
 from vit import config, data
 from vit.model import classification
 from vit.reports import class_report
-from vit.run import runs
 
 CLASSES = 10
 SOFTMAX = config.Attention(kind="softmax")
@@ -81,17 +80,3 @@ def test_ties_and_nan_are_counted_as_the_metrics_do():
         assert int(predicted[row] == labels[row]) == int(counts["top1"]), row
         assert int(rank[row] < 1) == int(counts["top1"])
         assert int(rank[row] < 5) == int(counts["top5"])
-
-
-@pytest.mark.thorough
-def test_a_run(guessing, tmp_path):
-    model, _, logits, labels = guessing
-    settings = small_config(attention=SOFTMAX)
-    runs.begin(tmp_path, model, settings, *runs.subject(settings))
-    config.save(settings, tmp_path / "config.json")
-    text = class_report.report_classes(tmp_path)
-    accuracy = np.mean(logits.argmax(axis=1) == labels)
-    assert text.startswith(f"top-1 {accuracy:.4f}, top-5 ")
-    assert " of 360 images" in text
-    for name in ("classes.csv", "classes.md", "confusion.csv"):
-        assert (tmp_path / name).exists()

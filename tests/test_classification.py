@@ -7,7 +7,6 @@ import pytest
 
 from experiments.common import tabular
 from experiments.tabular import classification
-from performer import kernels
 from tests.small import read_csv
 
 
@@ -49,17 +48,6 @@ def two_classes(rows=400, d=4, name="banknote"):
     return tabular.Table(name, 5 + 2 * x, y, tuple("abcd"[:d]))
 
 
-def test_exact_kernel():
-    _, problem = classification.problems(two_classes(400))
-    sigmas = np.geomspace(0.2, 2, 9).tolist()
-    found_at = classification.exact_accuracies(problem, sigmas)
-    for sigma, found in zip(sigmas, found_at, strict=True):
-        x, y = (jnp.asarray(sigma * points) for points in (problem.test_x, problem.train_x))
-        predicted = np.argmax(kernels.gaussian(x, y) @ problem.one_hot, axis=1)
-        assert found == pytest.approx(np.mean(predicted == problem.test_y))
-    assert len({*found_at}) > 5
-
-
 def test_problems():
     """95% of the rows train and 5% test; a quarter of the former validates."""
     table = two_classes(400)
@@ -75,18 +63,6 @@ def test_problems():
     large = table._replace(name="mine", x=np.tile(table.x, (26, 1)), y=np.tile(table.y, 26))
     _, validation = classification.problems(large)
     assert (len(validation.train_x), len(validation.test_x)) == (1000, 100)
-
-
-def test_search_finds_the_optimum(monkeypatch):
-    """Below it all are of the larger class, above it the estimate is noise."""
-    monkeypatch.setattr(classification, "MULTIPLES", 2)  # the size that is compiled below anyway
-    _, validation = classification.problems(two_classes())
-    rows = classification.search(validation, (0.01, 1.0, 20.0))
-    low, best, high = (row["iid"] for row in rows)
-    largest = np.mean(validation.test_y == 0)
-    assert low == pytest.approx(largest)
-    assert best > max(low, high) + 0.1
-    assert rows[1]["exact"] >= best - 0.05
 
 
 def test_accuracies():

@@ -4,7 +4,6 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from experiments import compare
@@ -142,14 +141,10 @@ def test_folders_of_settings_are_their_own_and_hold_no_patterns():
     ("options", "message"),
     [
         (dict(couplings=["orff"]), "unknown coupling 'orff'; did you mean 'orf'"),
-        (dict(couplings=["orf", "orf"]), "name each once"),
         (dict(num_seeds=0), "--seeds=0 must be at least 1"),
-        (dict(baseline="simrf"), "--baseline 'simrf'"),
         (dict(grid=["config.attention.num_feature=8"]), "mean 'config.attention.num_features'"),
         (dict(grid=["attention.num_features=8"]), "mean 'config.attention.num_features'"),
-        (dict(grid=["config.attention.num_features=8,x"]), "num_features=x: must be an integer"),
         (dict(grid=["config.seed=1,2"]), "seeds and couplings have flags"),
-        (dict(grid=["config.attention.num_features=0"]), "num_features=0: must be an"),
         (dict(grid=["config.optim.warmup_steps=99"]), "warmup_steps=99 .* whole run has 3"),
     ],
 )
@@ -186,15 +181,6 @@ def test_the_verdict_follows_the_statistics():
     table = compare.rows(found)
     assert [row["difference to baseline"] for row in table[:2]] == ["baseline", "+0.1020"]
     assert table[1]["seeds needed for +0.008"] == "3"
-
-
-def test_the_verdict_takes_corrected_p_values():
-    """Two comparisons with p = 0.03 each show nothing: 0.06 after Holm's correction."""
-    better = [x + 0.0117 + d for x, d in zip(BASE, np.linspace(-0.01, 0.01, 5), strict=True)]
-    results = [result("orf", BASE), result("pm", better), result("pnc", better)]
-    found = compare.compared(results, "orf")
-    assert all(r.difference.p_value < 0.05 < r.corrected for r in found[1:])
-    assert compare.verdict(found).startswith("No significant difference over 5 seeds")
 
 
 def test_pairs_are_by_seed_and_leave_out_what_diverged():

@@ -94,25 +94,6 @@ def test_learning_recovers_pnc_from_a_random_start():
     assert of(copula.orthogonal(theta)) < 1.02 * of(couplings.get("pnc"))
 
 
-@pytest.mark.thorough
-def test_learning_on_attention_goes_to_pm():
-    """All correlations above 0.7 from independent lengths, and attention's error is lower."""
-    query, key = 0.4 * jax.random.normal(jax.random.key(7), (2, 12, D))
-    loss = copula.attention_mse(query, key)
-    theta, losses = copula.learn(
-        jax.random.key(8),
-        loss,
-        jnp.zeros_like(THETA),
-        num_features=D,
-        num_draws=32,
-        num_steps=200,
-        optimizer=optax.adam(0.1),
-    )
-    L = copula.cholesky(theta)
-    assert float((L @ L.T).min()) > 0.7
-    assert float(losses[-50:].mean()) < 0.9 * float(losses[:20].mean())
-
-
 def test_bad_input():
     with pytest.raises(ValueError, match=r"theta has 4 parameters; m lengths .* as 3 for m = 3"):
         copula.cholesky(jnp.ones(4))

@@ -7,9 +7,8 @@ from flax import nnx
 
 from experiments.common import harness
 from experiments.speed import lengths
-from experiments.speed import vit as vit_speed
 from experiments.speed.baselines import IMPLEMENTATIONS
-from tests.small import SHALLOW, shapes, small_config
+from tests.small import shapes, small_config
 from vit import config
 from vit.model import classification
 
@@ -48,23 +47,6 @@ def test_b16_takes_what_is_published():
     )
     flops = classification.forward_flops(settings, num_classes=1000, channels=3)
     assert flops == pytest.approx(2 * 17.6e9, rel=0.02)
-
-
-@pytest.mark.thorough
-def test_steps_are_timed_by_the_number_of_patches(tmp_path, monkeypatch):
-    """Two kinds of attention at 5 and 17 tokens; the state goes on from call to call."""
-    monkeypatch.setitem(config.SIZES, "Ti", SHALLOW)
-    monkeypatch.setattr(vit_speed, "PATCHES", (4, 2))
-    kinds = {name: x for name, x in vit_speed.KINDS.items() if "performer," not in name}
-    monkeypatch.setattr(vit_speed, "KINDS", kinds)
-    rows = vit_speed.measured(8, repeats=1)
-    assert [(row["tokens"], row["attention"]) for row in rows] == [
-        (tokens, name) for tokens in (5, 17) for name in ("softmax", "performer")
-    ]
-    assert all(row["step, ms"] > 0 and row["memory, MiB"] > 0 for row in rows)
-    assert rows[2]["softmax / it"] == 1
-    harness.show(rows, tmp_path / "vit", vit_speed.FIGURES)
-    assert (tmp_path / "vit.png").exists()
 
 
 @pytest.mark.thorough

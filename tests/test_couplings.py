@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import special, stats
+from scipy import special
 
 from performer import copula, couplings, directions, norms, testing, theory
 from tests.draws import drawn, serve
@@ -112,32 +112,6 @@ def test_fixed_lengths_bias_the_kernel_as_stated():
     assert abs(np.exp(1.5**2 / 2) - expected) > 20 * estimates.std() / np.sqrt(20_000)
 
 
-def test_matern_kernel_from_another_radial_law():
-    """PNC under the Matern law: unbiased for e^-r and (1 + sqrt 3 r) e^(-sqrt 3 r)."""
-    d, draws = 3, 20_000
-    x = np.array([0.3, -0.5, 0.2])
-    r = np.linalg.norm(x)
-    laws = [couplings.with_quantile("pnc", norms.matern(nu)) for nu in (0.5, 1.5)]
-    exact = np.exp(-r), (1 + 3**0.5 * r) * np.exp(-(3**0.5) * r)
-    for law, want in zip(drawn(tuple(laws), 6, d, draws).values(), exact, strict=True):
-        estimates = np.cos(law @ x).mean(axis=-1)
-        assert abs(estimates.mean() - want) < 5 * estimates.std() / np.sqrt(draws)
-
-
-@pytest.mark.thorough
-def test_equal_couplings_are_one_program(caplog):
-    """A name looked up again, and its parts put together again, have what the first compiled."""
-    size = 12, 7
-    for name in ("pnc-antithetic", "simplex*pairwise", "hadamard*fixed"):
-        couplings.get(name)(jax.random.key(0), *size)
-    again = couplings.Blocks(directions.simplex, norms.FromScores(norms.pairwise_scores))
-    with jax.log_compiles():
-        for name in ("pnc-antithetic", "simplex*pairwise", "hadamard*fixed"):
-            couplings.get(name)(jax.random.key(1), *size)
-        again(jax.random.key(2), *size)
-    assert [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()] == []
-
-
 VALUES = {name: couplings.get(name) for name in NAMES} | {
     "matern": couplings.with_quantile("pnc-antithetic", norms.matern(1.5)),
     "a pair": couplings.get("hadamard_simplex*fixed"),
@@ -179,32 +153,6 @@ def test_properties():
 
 
 BLOCKS = slice(0, 5), slice(5, 10), slice(10, 12)
-
-
-@pytest.mark.parametrize("name", ["orf", "pnc", "pm"])
-def test_blocks_are_orthogonal(name):
-    W = draws_of(name)[:3]
-    for gram in W @ W.swapaxes(1, 2):
-        for block in BLOCKS:
-            off_diagonal = gram[block, block] - np.diag(np.diag(gram[block, block]))
-            np.testing.assert_allclose(off_diagonal, 0, atol=1e-4)
-
-
-def test_simrf_pairs_meet_at_the_simplex_angle():
-    W = draws_of("simrf")[:3, :5]
-    unit = W / np.linalg.norm(W, axis=-1, keepdims=True)
-    off_diagonal = (unit @ unit.swapaxes(1, 2))[:, ~np.eye(5, dtype=bool)]
-    np.testing.assert_allclose(off_diagonal, -1 / 4, atol=1e-5)
-
-
-def test_pnc_lengths_are_coupled_inside_blocks_of_odd_size():
-    """d = 5: pairs (0, 1), (2, 3), a free row, then the next block."""
-    lengths = np.linalg.norm(draws_of("pnc"), axis=-1)
-    u = stats.chi.cdf(lengths, 5)
-    for a, b in [(0, 1), (2, 3), (5, 6), (7, 8)]:
-        np.testing.assert_allclose(u[:, a] + u[:, b], 1, atol=1e-5)
-    for a, b in [(4, 5), (1, 2), (4, 9)]:
-        assert abs(np.corrcoef(u[:, a], u[:, b])[0, 1]) < 5 / np.sqrt(DRAWS)
 
 
 def test_pm_shares_one_length_per_block():

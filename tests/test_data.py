@@ -284,26 +284,6 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatc
         take(few(n=3), config.Data(batch_size=2, image_size=8), 0, 1)
 
 
-def test_records_of_another_kind_by_a_decode_of_their_own():
-    def halved(record, rng, section, dataset):
-        return {"x": record["x"] / 2, "training": np.bool_(rng is not None)}
-
-    records = [{"x": np.full(2, i, np.float32)} for i in range(6)]
-    dataset = data.in_memory(records, records)
-    (plain,) = data.eval_batches(dataset, config.Data(batch_size=8))
-    assert np.array_equal(plain["x"][:, 1], [0, 1, 2, 3, 4, 5, 0, 0])
-    assert list(plain["mask"]) == [1] * 6 + [0] * 2
-    dataset = dataset._replace(
-        decode=halved, blank=lambda *_: {"x": np.zeros(2, np.float32), "training": np.bool_(False)}
-    )
-    (batch,), _ = take(dataset, config.Data(batch_size=6), 0, 1)
-    assert sorted(batch["x"][:, 0]) == [0, 0.5, 1, 1.5, 2, 2.5]
-    assert batch["training"].all()
-    (batch,) = data.eval_batches(dataset, config.Data(batch_size=6))
-    assert list(batch["mask"]) == [1] * 6
-    assert not batch["training"].any()
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_grey_values_of_16_bits_keep_their_shades(channels):
     """Pillow's own conversion makes them black and white, in training and in `vit.prepare`."""

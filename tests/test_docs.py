@@ -1,4 +1,4 @@
-"""The pages with code run, in a process of their own each."""
+"""Pages with code run, in a process of their own each; `make docs` runs all of them."""
 
 import os
 import subprocess
@@ -10,13 +10,12 @@ import pytest
 from tests.pages import code
 
 PAGES = [path for name in ("learn", "howto") for path in Path("docs", name).glob("*.md")]
-SLOW = {"calibrate", "couplings", "gp", "graphs", "linearize"}
-SLOW |= {"add-a-coupling", "add-a-kernel", "add-a-task"}
-"""Pages whose code takes longer than some 15 s."""
+QUICK = {"attention", "error", "sklearn", "add-a-data-set"}
+"""Pages of the second tier; the others are in the slow one."""
 
 
 def marked(path):
-    mark = pytest.mark.slow if path.stem in SLOW else pytest.mark.thorough
+    mark = pytest.mark.thorough if path.stem in QUICK else pytest.mark.slow
     return pytest.param(path, marks=mark, id=path.stem)
 
 

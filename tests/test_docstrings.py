@@ -31,7 +31,8 @@ HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 COSTLY = (
     *("recommend", "attention_error", "refine_far", "calibrate", "learn", "matern", "sample"),
     *("linearize", "measure", "GraphAttention", "RandomFeatures", "GaussianProcess"),
-    *("spherical_radial", "transfer"),
+    *("spherical_radial", "transfer", "PerformerAttention", "performer_attention"),
+    *("masked_attention", "random_features", "random_butterfly"),
 )
 """Examples that cost more than a second."""
 

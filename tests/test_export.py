@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.small import new_vit, small_config
+from tests.tiers import tiers
 from vit import config, export, use
 
 ABSENT = (
@@ -61,6 +62,7 @@ def served(folder, loader, number):
     return np.load(folder / "logits.npy"), done.stdout
 
 
+@pytest.mark.thorough
 def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path):
     model = trained(model=config.Model(variant="XS/4", pooling="token"))
     got, said = served(tmp_path, export.export(model, tmp_path / "birds.stablehlo"), 3)
@@ -71,24 +73,20 @@ def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path):
     assert {path.suffix for path in tmp_path.glob("birds.*")} == {".stablehlo", ".json"}
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        dict(attention=config.Attention(kind="softmax")),
-        dict(attention=config.Attention(num_features=8, calibration="shift")),
-        dict(model=config.Model(variant="XS/4", dtype="bfloat16", remat=True)),
-        pytest.param(
-            dict(
-                model=config.Model(variant="XS/2", pooling="token"),
-                attention=config.Attention(num_features=8, exact_window=4),
-            ),
-            marks=pytest.mark.thorough,
-        ),
-    ],
-    ids=["softmax", "calibrated", "bfloat16 and remat", "window"],
-)
-def test_every_model_for_every_number_of_images(sections):
-    model = trained(**sections)
+MODELS = {
+    "softmax": dict(attention=config.Attention(kind="softmax")),
+    "calibrated": dict(attention=config.Attention(num_features=8, calibration="shift")),
+    "bfloat16 and remat": dict(model=config.Model(variant="XS/4", dtype="bfloat16", remat=True)),
+    "window": dict(
+        model=config.Model(variant="XS/2", pooling="token"),
+        attention=config.Attention(num_features=8, exact_window=4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", tiers(MODELS, ["softmax"]))
+def test_every_model_for_every_number_of_images(name):
+    model = trained(**MODELS[name])
     program = export.symbolic(model)
     assert program.platforms == ("cpu", "tpu", "cuda")
     for number in (1, 6):
@@ -96,6 +94,7 @@ def test_every_model_for_every_number_of_images(sections):
         np.testing.assert_allclose(program.call(images(number)), want, atol=2e-2)
 
 
+@pytest.mark.thorough
 def test_what_stands_beside_it(tmp_path):
     data = config.Data(eval_resize=10)
     export.export(trained(data=data), tmp_path / "new" / "birds.stablehlo")

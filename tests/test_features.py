@@ -7,14 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from performer import features, performer_attention
 from performer.features import FeatureMap
-from performer.linen import performer_attention_fn
-from performer.nnx import PerformerAttention
 from tests import oracles
-from tests.attention_inputs import OWN, H, M, close, inputs
+from tests.attention_inputs import close, inputs
 from tests.tiers import tiers
 
 X = jax.random.normal(jax.random.key(0), (5, 6))
@@ -81,24 +78,6 @@ def squares(projections, half):
     return jnp.zeros_like(half), projections**2
 
 
-def test_equal_records_are_compiled_once():
-    traced = []
-
-    def counting(projections, half):
-        traced.append(None)
-        return squares(projections, half)
-
-    tokens = X[None, :, None]
-    performer_attention(tokens, tokens, tokens, W, feature_map=FeatureMap(counting))
-    first = len(traced)
-    performer_attention(tokens, tokens, tokens, W, feature_map=FeatureMap(counting))
-    assert len(traced) == first > 0
-    call = jax.jit(lambda x, feature_map: feature_map(x, W), static_argnames="feature_map")
-    for _ in range(2):
-        assert call(X, feature_map=FeatureMap(counting)).shape == (5, 7)
-    assert len(traced) == first + 1
-
-
 @pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 def test_maps_that_are_on_no_list_work_in_attention(is_causal, small_chunks):
     """Against quadratic attention with these features; no feature in common gives 0."""
@@ -121,20 +100,6 @@ def test_maps_that_are_on_no_list_work_in_attention(is_causal, small_chunks):
         assert feature_map == FeatureMap(squares) or not got[:, 3].any()
         gradient = jax.grad(lambda *tokens: attend(*tokens, w).sum(), argnums=(0, 1, 2))  # noqa: B023
         chex.assert_tree_all_finite(gradient(query, key, value))
-
-
-def test_the_flax_doors_take_a_record():
-    query, key, value, w = inputs(n=2)
-    want = performer_attention(query, key, value, w, feature_map=OWN)
-    layer = PerformerAttention(M, H, feature_map=OWN, rngs=nnx.Rngs(0))
-    layer.frequencies[...] = w
-    np.testing.assert_array_equal(layer(query, key, value), want)
-    got = performer_attention_fn(query, key, value, frequencies=w, feature_map=OWN)
-    np.testing.assert_array_equal(got, want)
-    with pytest.raises(ValueError, match="unknown feature map '<function arc.*any features.Featu"):
-        features.get.__wrapped__(features.arc_cosine)
-    with pytest.raises(ValueError, match="unknown feature map 'reul'; did you mean 'relu'"):
-        PerformerAttention(M, H, feature_map="reul", rngs=nnx.Rngs(0))
 
 
 def test_elu_is_right_far_below_zero():

@@ -264,14 +264,9 @@ def fit(x, y, scales):
         ("condition", (ONE, ONE, ONE, Y, 0.0), "noise_scale must be positive and finite, got 0"),
         ("log_marginal_likelihood", (-ONE, Y, 0.2), "30 x 30, is not positive definite"),
         ("kl", (gp.Gaussian(Y, ONE), gp.Gaussian(Y, -ONE)), "covariance of q, 30 x 30, is not pos"),
-        ("condition", (X @ X.T, NEW, NEW @ NEW.T, Y, 1), r"cross must have .*n = 30.* \(12, 3\)"),
-        ("condition", (X @ X.T, X @ X.T, X @ X.T, np.stack([Y] * 2, 1), 1), r"got \(30, 2\)"),
-        ("condition_features", (PHI, NEW_PHI[:, :1], Y, 1), r"test_phi must have .*p = 7.*12, 1"),
         ("condition_features", (PHI, NEW_PHI, Y[:, None], 1), r"y must have .*\(30, 1\)"),
-        ("condition_features", (1e200 * PHI, NEW_PHI, Y, 1e-200), "too large for float64"),
         ("log_marginal_likelihood", (X @ X.T, Y[:, None], 1), r"y must have .*\(30, 1\)"),
         ("negative_log_density", (gp.Gaussian(Y, -np.eye(30)), Y), "a variance must be positive"),
-        ("observed", (gp.Gaussian(Y, np.eye(30)), np.ones(30)), "noise_scale must be one number"),
     ],
 )
 def test_what_is_refused(function, arguments, message):

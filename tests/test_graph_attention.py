@@ -109,16 +109,6 @@ def test_it_is_the_sum_over_pairs(implementation, key_heads, unbiased):
 
 @pytest.mark.thorough
 @BOTH
-def test_float32_is_near_the_sum_over_pairs(implementation):
-    q, k, v, w = inputs()
-    mask = estimate()
-    found = attend(q, k, v, w, mask, implementation=implementation)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, oracle(q, k, v, w, matrix(mask)), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.thorough
-@BOTH
 def test_each_head_has_its_own_kernel_and_frequencies(implementation):
     with jax.enable_x64(True):
         q, k, v, _ = inputs(key_heads=2)
@@ -164,7 +154,7 @@ def test_keys_that_do_not_exist_have_no_part(implementation):
 
 @BOTH
 @pytest.mark.parametrize(
-    "name", tiers(["hyperbolic", "trigonometric", "positive", "relu", "elu+1"], 2)
+    "name", tiers(["hyperbolic", "trigonometric", "positive", "relu", "elu+1"], 1)
 )
 def test_feature_maps(implementation, name):
     """The attention of the feature map, times M."""
@@ -200,18 +190,6 @@ def test_calibration_changes_the_features_alone(implementation):
         found = attend(q, k, v, w, mask, implementation=implementation, **options)
         expected = performer.performer_attention(q, k, v, w, **options)
         np.testing.assert_allclose(found, expected, rtol=1e-9)
-
-
-def test_exact_features_of_both_kernels_give_masked_softmax_attention():
-    """With very many frequencies and the exact kernel of the nodes, to the error of Monte Carlo."""
-    q, k, v, _ = inputs(size=0.3)
-    w = performer.couplings.get("orf-antithetic")(jax.random.key(0), 2**15, H)
-    gram = DIFFUSION.dense(example())
-    found = masked_attention(q, k, v, w, gram)
-    logits = jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5
-    weights = jnp.exp(logits) * gram
-    expected = jnp.einsum("bnts,bsnv->btnv", weights / weights.sum(-1, keepdims=True), v)
-    np.testing.assert_allclose(found, expected, atol=0.02)
 
 
 @pytest.mark.parametrize("summed", ["pairs", "visits"])
@@ -306,15 +284,6 @@ def test_links_serve_traced_walks():
     call = jax.jit(partial(masked_attention, implementation="sparse"))
     found = call(q, k, v, w, mask, links=attention.link(mask))
     np.testing.assert_allclose(found, call(q, k, v, w, mask), rtol=1e-5, atol=1e-6)
-
-
-def test_negative_entries_of_the_mask():
-    """Rows sum to 1, and some weights are negative: the kernel of the estimate is not positive."""
-    q, k, v, w = inputs()
-    mask = estimate(kernel=kernels.InverseCosine(), num_walks=8)
-    assert matrix(mask).min() < 0
-    ones = masked_attention(q, k, jnp.ones_like(v), w, mask)
-    np.testing.assert_allclose(ones, 1, rtol=1e-4)
 
 
 def test_batch_axes_and_narrow_dtypes():

@@ -1,7 +1,6 @@
 """Experiments on graphs: what they load, and that they measure what their equations say."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,11 +15,6 @@ pytestmark = pytest.mark.thorough
 
 PATH = [(0, 1), (1, 2)]
 RING = [(i, (i + 1) % 40) for i in range(40)]
-SQUARE = {
-    "vertices": np.array([[0.0, 0, 0], [2, 0, 0], [2, 2, 0], [0, 2, 0], [0, 0, 5]]),
-    "faces": np.array([[0, 1, 2], [0, 2, 3], [0, 4, 1]]),
-}
-"""Two triangles that make a square of the plane, and one that stands on a side of it."""
 
 
 def write(path, **arrays):
@@ -57,12 +51,6 @@ def test_load(tmp_path):
         graph_data.load("bare", tmp_path)
     with pytest.raises(ValueError, match="unknown graph 'karat'; did you mean 'karate'?"):
         graph_data.load("karat")
-
-
-def test_a_face_without_area_is_refused(tmp_path):
-    path = write(tmp_path / "g.npz", **SQUARE | {"faces": [[0, 1, 2], [0, 1, 1]]})
-    with pytest.raises(ValueError, match=r"face 1 of .*g\.npz has no area"):
-        graph_data.mesh_faces(path)
 
 
 PATH_AND_EDGE = [Graph.from_edges(PATH, 3), Graph.from_edges([(0, 1)], 2)]
@@ -112,32 +100,6 @@ def test_kernel_figures(tmp_path, monkeypatch):
         assert all(0.8 * first < other < 2 * first for other in others[1:])
         assert "above in 0 of 1" in (tmp_path / f"{figure}.md").read_text()
         assert (tmp_path / f"{figure}.png").exists()
-
-
-def exact_estimate(key, graph, kernel, num_walks, coupling, count=1):
-    """Phi = sum_k f_k A^k in the place of its estimate."""
-    f, a = np.asarray(kernel(60), np.float64), graph.normalised().to_scipy().toarray()
-    phi = sum(f_k * np.linalg.matrix_power(a, k) for k, f_k in enumerate(f))
-    n = graph.num_nodes
-    phi, at = jnp.asarray(np.kron(np.eye(count), phi), jnp.float32), np.arange(n * count)
-    start, node = (jnp.asarray(index.ravel()) for index in np.meshgrid(at, at, indexing="ij"))
-    return features.Estimate(features.Features(start, node, phi.ravel(), n * count))
-
-
-def test_tasks_with_the_exact_kernel(monkeypatch):
-    """Errors are the discretisation's, 0, and those of the nearest neighbours."""
-    monkeypatch.setattr(graph_tasks, "_estimate", exact_estimate)
-    key, karate = jax.random.key(0), graph_data.load("karate")
-    diffused = graph_tasks.diffusion_errors(key, "antithetic", 2, karate)
-    assert diffused.shape == (2,)
-    assert np.all(diffused < 1e-6)
-    assert graph_tasks.clustering_errors(key, "antithetic", 2, karate).tolist() == [0, 0]
-    ring = Graph.from_edges(RING, 40)
-    to_and_fro = np.outer((-1.0) ** np.arange(40), [0.6, 0.8, 0])
-    same = graph_tasks.normal_errors(key, "antithetic", 2, ring, np.abs(to_and_fro))
-    np.testing.assert_allclose(same, 0, atol=1e-6)
-    opposite = graph_tasks.normal_errors(key, "antithetic", 2, ring, to_and_fro)
-    np.testing.assert_allclose(opposite, 2, atol=1e-5)
 
 
 def test_termination(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import networkx
 import numpy as np
 import pytest
 
@@ -46,29 +45,6 @@ def test_rotations_are_those_of_complex_numbers():
             found = rotary.rotate(*map(jnp.asarray, (x, r, omega)))
         np.testing.assert_allclose(found[..., :4], expected.real, atol=1e-12)
         np.testing.assert_allclose(found[..., 4:], expected.imag, atol=1e-12)
-
-
-def test_norms_stay_and_products_depend_on_differences():
-    """A shift of all positions changes no product of a query and a key, and no norm."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    q, k = (jax.random.normal(key, (5, 2, 8)) for key in keys[:2])
-    r, omega = jax.random.normal(keys[2], (5, 3)), jax.random.normal(keys[3], (2, 4, 3))
-
-    def products(positions):
-        turned = (rotary.rotate(x, positions, omega) for x in (q, k))
-        return jnp.einsum("inh,jnh->nij", *turned, precision="highest")
-
-    assert not np.allclose(products(r), products(0 * r), atol=0.1)
-    np.testing.assert_allclose(products(r + jnp.array([1.0, -2, 3])), products(r), atol=1e-4)
-    norms = jnp.linalg.norm(rotary.rotate(q, r, omega), axis=-1)
-    np.testing.assert_allclose(norms, jnp.linalg.norm(q, axis=-1), rtol=1e-5)
-
-
-def test_a_path_has_the_positions_of_rope():
-    """One eigenvector of a path is monotone: cos(pi (i + 1/2) / N)."""
-    r = rotary.coordinates(Graph.from_networkx(networkx.path_graph(12)), 1)[:, 0]
-    expected = np.sqrt(2) * np.cos(np.pi * (np.arange(12) + 0.5) / 12)
-    np.testing.assert_allclose(r * np.sign(r[0]), expected, atol=1e-5)
 
 
 def test_what_is_refused():

@@ -4,11 +4,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import networkx
 import numpy as np
 import pytest
 
-from performer.graphs import Graph, graph_random_features, kernels, tasks
+from performer.graphs import graph_random_features, kernels, tasks
 from tests.graph_examples import NUM_NODES, example, karate, laplacian, weights_matrix
 
 KERNEL = np.asarray(kernels.RegularisedLaplacian(2, 1.0).dense(example()))
@@ -66,14 +65,6 @@ def test_regression_takes_an_estimate_and_ignores_unknown_values():
     np.testing.assert_array_equal(found, hidden)
     dense = tasks.regress(kernels.Diffusion(2.0).dense(karate()), values, known)
     assert float(jnp.abs(found - dense).max()) < 2
-
-
-def test_two_cliques_are_two_clusters():
-    graph = Graph.from_networkx(networkx.barbell_graph(8, 0))
-    kernel = kernels.Diffusion(2.0).dense(graph)
-    found = tasks.kernel_kmeans(jax.random.key(0), kernel, num_clusters=2)
-    labels = np.asarray(found.labels)
-    assert tasks.clustering_error(labels, np.repeat([0, 1], 8)) == 0
 
 
 def test_the_best_of_many_starts():

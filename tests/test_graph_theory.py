@@ -10,6 +10,7 @@ from scipy import stats
 
 from performer.graphs import Graph, couplings, features, kernels, pagerank, theory
 from tests.graph_examples import blocks, copies, example
+from tests.tiers import tiers
 
 EDGES = [(0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 0), (3, 5)]
 WEIGHTS = [1.0, 0.5, 2.0, 1.5, 0.7, 1.0, 3.0]
@@ -40,7 +41,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers(CASES, list(CASES)[-2:]))
 def test_expected_errors(name):
     """The mean of 4,000 pairs of ensembles; false alarms 1e-4 for each case.
 

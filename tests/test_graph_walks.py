@@ -28,6 +28,7 @@ from tests.graph_examples import (
     weights_matrix,
     z_scores,
 )
+from tests.tiers import tiers
 
 ALARM = 1e-6
 """The rate of false alarms of each statistical test."""
@@ -53,7 +54,7 @@ def visits(found, num_copies, step):
     return blocks(matrix, num_copies) / found.num_walks
 
 
-@pytest.mark.parametrize("steps", ["uniform", "weighted", "reinforced"])
+@pytest.mark.parametrize("steps", tiers(["uniform", "weighted", "reinforced"], 2))
 def test_loads_are_unbiased_for_the_powers_of_the_weights(steps):
     """E load[step = t, i -> x] = (W^t)_{ix}: for each t, i and x (VRC Eq. 50 with f = 1)."""
     count, repeats = (400, 10) if steps == "reinforced" else (COPIES, 1)
@@ -143,32 +144,6 @@ def test_reinforced_walks_avoid_edges_of_earlier_ones():
     assert abs(z) < stats.norm.isf(ALARM / 2)
 
 
-def test_walks_go_along_edges_and_make_their_steps():
-    """Every walk is there once, with all its steps, each to a neighbour."""
-    graph = karate()
-    lengths = np.asarray(lengths_of(graph, 5))
-    found = walks.sample(jax.random.key(2), graph, lengths, p_halt=P_HALT)
-    kept = np.asarray(found.load) > 0
-    order = np.lexsort((np.asarray(found.step)[kept], np.asarray(found.start)[kept]))
-    for i in range(graph.num_nodes):
-        expected = np.bincount(np.concatenate([np.arange(n + 1) for n in lengths[i]]))
-        of_node = kept & (np.asarray(found.start) == i)
-        assert np.bincount(np.asarray(found.step)[of_node]).tolist() == expected.tolist()
-        assert np.asarray(found.last)[of_node].sum() == 5
-    assert len(order) == (lengths + 1).sum()
-    adjacency = np.asarray(graph.to_dense())
-    rounds_first = np.asarray(found.node).reshape(-1, len(kept) // rounds(lengths, P_HALT))
-    steps = np.asarray(found.step).reshape(rounds_first.shape)
-    alive = kept.reshape(rounds_first.shape)
-    moved = (steps[1:] > 0) & alive[1:]
-    assert (adjacency[rounds_first[:-1][moved], rounds_first[1:][moved]] == 1).all()
-    assert moved.sum() == lengths.sum()
-
-
-def rounds(lengths, p_halt):
-    return walks._lanes(lengths, p_halt)[2]
-
-
 def test_a_draw_depends_on_walker_and_step_alone():
     """Longer walks of a few do not change the others' paths."""
     graph = karate()
@@ -228,17 +203,6 @@ def test_the_features_are_those_of_the_equation():
         phi[i, x] += f[t] * load / 3
     found = features.modulate(sampled, lambda length: jnp.asarray((f + [0.0] * length)[:length]))
     np.testing.assert_allclose(found.to_dense(), phi, atol=1e-5)
-
-
-def test_gradients_flow_through_the_kernel():
-    sampled = features.sample(jax.random.key(11), karate(), num_walks=3, p_halt=P_HALT)
-    v = jnp.arange(34.0)
-
-    def loss(sigma):
-        return v @ (features.Estimate(features.modulate(sampled, kernels.Diffusion(sigma))) @ v)
-
-    slope = (loss(1.0 + 1e-2) - loss(1.0 - 1e-2)) / 2e-2
-    np.testing.assert_allclose(jax.grad(loss)(1.0), slope, rtol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_what_an_image_does_not_have_is_refused(options):
         layer()(*qkv(), **options)
 
 
+@pytest.mark.thorough
 def test_a_vit_learns_its_mask():
     model = new_vit(small_config(attention=config.Attention(mask="grid", num_features=8)))
 

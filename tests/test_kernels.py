@@ -275,11 +275,8 @@ def test_other_dtypes_are_promoted():
         (X[:, 0], Y, {}, r"x must have the shape \(n, d\), got \(5,\); points .* x\[:, None\]"),
         (X, Y[:, :1], {}, r"y must have the shape \(k = 4, d = 3\), got \(4, 1\)"),
         (X, Y, dict(lengthscale=np.ones(5)), r"lengthscale must be one .* \(3,\), got \(5,\)"),
-        (X[:, :1], Y[:, :1], dict(lengthscale=np.ones(3)), r"the shape \(1,\), got \(3,\)"),
         (X, Y, dict(lengthscale=0.0), "lengthscale must be positive and finite, got 0.0"),
-        (X, Y, dict(lengthscale=np.array([1.0, -2, 1])), "lengthscale must be .* got -2.0"),
         (X, Y, dict(output_scale=float("nan")), "output_scale must be .* got nan"),
-        (X, Y, dict(output_scale=float("inf")), "output_scale must be .* got inf"),
         (X, Y, dict(output_scale=np.ones(4)), r"output_scale must be one number, .* \(4,\)"),
     ],
 )

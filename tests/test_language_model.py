@@ -203,23 +203,6 @@ def test_heads_of_the_window_alone_are_trained_on():
     assert not jnp.exp(weight).any()
 
 
-def test_a_run_begins_with_the_parameters_of_another(tmp_path, monkeypatch, capsys):
-    """With other attention its features are new, and all else is taken."""
-    (tmp_path / "words").write_text(WORDS)
-    (tmp_path / "other").write_text(WORDS.upper())
-    monkeypatch.setattr(train, "SIZE", SIZE)
-    options = dict(steps=2, batch_size=4, length=32, text=tmp_path / "words")
-    train.main(tmp_path / "short", **options)
-    new = dict(init_from=tmp_path / "short", attention="both", num_features=6, window=4)
-    with pytest.raises(ValueError, match="has other characters than the text"):
-        train.main(tmp_path / "new", **options | new | {"text": tmp_path / "other"})
-    for _ in range(2):  # the second call resumes
-        train.main(tmp_path / "new", **options | new)
-    printed = capsys.readouterr().out
-    assert printed.count("short at step 2: 19 of 27 arrays of parameters are copied") == 1
-    assert runs.restore(tmp_path / "new").step == 2
-
-
 @pytest.mark.parametrize("kind", ["softmax", "both"])
 def test_the_likeliest_text(kind):
     """With temperature 0: each character is the likeliest after all before; states keep a size.

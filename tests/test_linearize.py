@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import performer
-from performer import calibration, couplings
 from performer.attention.refinement import Sample, softmax_attention
 from performer.nnx import PerformerAttention, linearize, measure
+from tests.attention_inputs import by_op
 from tests.tiers import tiers
 
 B, T, WIDTH, HEADS = 3, 6, 8, 2
@@ -52,19 +51,6 @@ def by_hand(model, x, others=None, *, pairs=None, **options):
     return x + model.attention.out(by_op(*projected(model, x, others), pairs=pairs, **options))
 
 
-def by_op(query, key, value, *, pairs=None, **options):
-    """The op on frequencies as documented, calibrated on all of these queries and keys."""
-    of_moments = {name: options[name] for name in ("is_causal", "scale") if name in options}
-    moments = calibration.pair_moments(query, key, mask=pairs, **of_moments)
-    fitted = calibration.fit(moments, "full", couplings.DEFAULT, "exact_window" in options)
-    heads, width = key.shape[2:]
-    drawn_key = jax.random.split(jax.random.key(0), 1)[0]
-    frequencies = couplings.draw(drawn_key, couplings.DEFAULT, 16, width, heads)
-    return performer.performer_attention(
-        query, key, value, frequencies, calibration=fitted, **options
-    )
-
-
 @pytest.mark.parametrize(
     "options",
     tiers(
@@ -74,7 +60,7 @@ def by_op(query, key, value, *, pairs=None, **options):
             {"normalize_qk": True},
             {"dropout_rate": 0.3, "deterministic": False},
         ],
-        1,
+        0,
     ),
 )
 def test_a_layer_is_the_op_on_its_queries_and_keys(options):
@@ -88,15 +74,6 @@ def test_a_layer_is_the_op_on_its_queries_and_keys(options):
 
 
 @pytest.mark.thorough
-def test_cross_attention():
-    others = jax.random.normal(jax.random.key(1), (2, B, T + 3, WIDTH))
-    model = Model()
-    new, _ = linearize(model, [(x, y) for x, y in zip(X, others, strict=True)], num_features=16)
-    got = jnp.concatenate([new(x, y) for x, y in zip(X, others, strict=True)])
-    want = by_hand(model, X, others.reshape(-1, T + 3, WIDTH))
-    np.testing.assert_allclose(got, want, atol=1e-5)
-
-
 @pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 def test_a_window(is_causal):
     """By the op; the errors of the report are those with it, and it decodes with a cache."""
@@ -121,17 +98,6 @@ def test_a_window(is_causal):
         np.testing.assert_allclose(last, want[:, -1:], atol=1e-5)
 
 
-def test_cross_attention_has_no_window():
-    others = jax.random.normal(jax.random.key(1), (B, T + 3, WIDTH))
-    new, _ = linearize(Model(), [(X[0], others)], num_features=16, exact_window=2)
-    want, _ = linearize(Model(), [(X[0], others)], num_features=16)
-    np.testing.assert_array_equal(new(X[0], others), want(X[0], others))
-    with pytest.raises(ValueError, match="exact_first=1.*goes with an exact_window|first keys go"):
-        linearize(Model(), BATCHES, exact_first=1)
-    with pytest.raises(ValueError, match="exact_window must not be negative, got -2"):
-        linearize(Model(), BATCHES, exact_window=-2)
-
-
 ALL_KEYS = jnp.concatenate([KEYS, KEYS])
 PAIRS = jnp.concatenate([PADDED, PADDED]).astype(bool)
 
@@ -139,9 +105,9 @@ PAIRS = jnp.concatenate([PADDED, PADDED]).astype(bool)
 @pytest.mark.parametrize(
     ("mask", "options"),
     [
-        (KEYS, {"pairs": PAIRS, "mask": ALL_KEYS}),
+        pytest.param(KEYS, {"pairs": PAIRS, "mask": ALL_KEYS}, marks=pytest.mark.thorough),
         (PADDED, {"pairs": PAIRS, "mask": ALL_KEYS}),
-        (CAUSAL, {"is_causal": True}),
+        pytest.param(CAUSAL, {"is_causal": True}, marks=pytest.mark.thorough),
         (nnx.combine_masks(CAUSAL, PADDED), {"is_causal": True, "pairs": PAIRS, "mask": ALL_KEYS}),
     ],
     ids=["keys", "pairs of padding", "causal", "causal and padding"],
@@ -287,22 +253,6 @@ def test_a_layer_with_a_call_that_cannot_be_replaced_stays_exact():
     assert new.attention.attention_fn is nnx.dot_product_attention
 
 
-def test_packed_sequences_of_another_pattern():
-    """The kind of the mask is that of the batches, and its segments are those of each call."""
-    model = Model()
-    masks = [
-        nnx.make_attention_mask(x, x, jnp.equal).astype(bool)
-        for x in jnp.array([[[0, 0, 0, 1, 1, 1]] * B, [[0, 1, 1, 1, 1, 2]] * B])
-    ]
-    new, report = linearize(model, [{"x": X[0], "mask": masks[0]}], exact_window=T)
-    assert not report.left
-    for mask in masks:
-        got = nnx.jit(lambda model, mask: model(X[0], mask=mask))(new, mask)
-        np.testing.assert_allclose(got, model(X[0], mask=mask), atol=1e-5)
-    with pytest.raises(ValueError, match="were of segments when it was measured"):
-        new(X[0], mask=CAUSAL)
-
-
 @pytest.mark.thorough
 def test_layers_in_a_stack_or_not_called_are_left():
     @nnx.split_rngs(splits=2)
@@ -351,28 +301,12 @@ def test_layers_are_kept_by_their_errors_after_refinement():
 
 
 def test_the_original_and_its_arrays_stay():
-    model = Stack()
+    model = Model()
     before = jax.tree.map(np.array, nnx.state(model))
     graph = nnx.graphdef(model)
     linearize(model, BATCHES, num_features=8, refine_steps=2)
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
     assert nnx.graphdef(model) == graph
-
-
-@pytest.mark.thorough
-def test_refining_lowers_the_errors_of_the_report_and_reads_the_batches_again():
-    model = Stack()
-    x = jax.random.normal(jax.random.key(5), (4, 16, T, WIDTH)) * jnp.linspace(3, 0.2, WIDTH)
-    for window in ({}, {"exact_window": 1}):
-        plain, refined = (
-            linearize(model, list(x), num_features=8, refine_steps=n, **window)[1] for n in (0, 60)
-        )
-        for path, error in refined.layer_errors().items():
-            assert error < 0.7 * plain.layer_errors()[path]
-    with pytest.raises(ValueError, match="these can be read only once"):
-        linearize(model, iter(x), refine_steps=1)
-    with pytest.raises(ValueError, match=r"one array of shape .*: pass \[x\]"):
-        linearize(model, x[0])
 
 
 def test_the_report(tmp_path):

@@ -62,33 +62,6 @@ def test_decoding_is_causal_attention(places):
     assert np.allclose(want, plain, atol=1e-3) == (not places)
 
 
-@pytest.mark.thorough
-def test_frequencies_of_a_module_are_redrawn_and_not_trained():
-    class Layer(linen.Module):
-        @linen.compact
-        def __call__(self, x, step=0):
-            variable = self.variable(
-                "frequencies",
-                "frequencies",
-                lambda: couplings.draw(self.make_rng("frequencies"), "pm", 16, 4, 2),
-            )
-            if self.is_mutable_collection("frequencies"):
-                variable.value = couplings.redraw(
-                    jax.random.key(7), "pm", variable.value, step, every=2
-                )
-            attention_fn = partial(performer_attention_fn, frequencies=variable.value)
-            return linen.MultiHeadDotProductAttention(2, attention_fn=attention_fn)(x)
-
-    module = Layer()
-    variables = module.init({"params": jax.random.key(0), "frequencies": jax.random.key(1)}, X)
-    assert set(variables) == {"params", "frequencies"}
-    step = jax.jit(lambda v, step: module.apply(v, X, step, mutable="frequencies")[1])
-    first = variables["frequencies"]["frequencies"]
-    one, two = (step(variables, i)["frequencies"]["frequencies"] for i in (1, 2))
-    np.testing.assert_array_equal(one, first)
-    assert not np.allclose(two, first)
-
-
 def test_what_linear_attention_cannot_do_is_an_error():
     variables = layer().init(jax.random.key(2), X)
     dense, drop = np.tril(np.ones((5, 5)))[None, None], dict(dropout_rate=0.5, deterministic=False)

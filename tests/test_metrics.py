@@ -106,9 +106,3 @@ def test_a_log_that_ends_before_the_checkpoint_is_told(tmp_path, capsys):
     assert "ends at step 4, the checkpoint is of step 6: records are missing" in (
         capsys.readouterr().out
     )
-
-
-def test_the_share_of_time_without_a_batch_is_said():
-    record = {"train_loss": 1.0, "images_per_second": 5.0}
-    for share, end in [(0.09, "5 images/s"), (0.832, "5 images/s  waiting for data 83%")]:
-        assert metrics.status(record, "images_per_second", share).endswith(end)

@@ -7,7 +7,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -33,18 +32,6 @@ def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=No
 
 
 X = jax.random.normal(jax.random.key(0), (3, 5, 8))
-
-
-def test_heads_and_layers_draw_their_own():
-    rngs = nnx.Rngs(params=0, frequencies=1)
-    first, second = (
-        PerformerAttention(16, 4, num_heads=2, rngs=rngs).frequencies[...] for _ in range(2)
-    )
-    assert not np.allclose(first, second)
-    assert not np.allclose(first[0], first[1])
-    # Parameters do not depend on the coupling.
-    params = [nnx.state(layer(c, decode=False), nnx.Param) for c in ("iid", "pm-antithetic")]
-    jax.tree.map(np.testing.assert_array_equal, *params)
 
 
 WINDOW: dict = dict(exact_window=2, exact_first=1)
@@ -101,17 +88,6 @@ def test_places_of_fewer_queries_than_keys_are_those_of_a_cache_alone():
         layer(options=dict(exact_windows=2))
     with pytest.raises(ValueError, match="alibi_slopes and log_decay need one key for each query"):
         layer(options=SLOPES, decode=False)(X[:, :1], X)
-
-
-def test_sown_weights_are_the_attention_matrix():
-    module = layer(decode=False)
-    output = module(X, sow_weights=True, is_causal=True)
-    (weights,) = nnx.state(module, nnx.Intermediate)["attention_weights"].get_value()
-    assert weights.shape == (3, 2, 5, 5)
-    np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
-    np.testing.assert_array_equal(np.triu(weights[0, 0], 1), 0)
-    mixed = jnp.einsum("bnts,bsnv->btnv", weights, module.value(X))
-    np.testing.assert_allclose(module.out(mixed), output, atol=1e-5)
 
 
 def two_layers(redraw_every):
@@ -210,33 +186,3 @@ def test_one_calibration_for_all_heads_and_a_wrong_number():
         calibrated(feature_map="hyperbolic")(X)
     with pytest.raises(ValueError, match="unknown calibration 'ful'"):
         calibrated(method="ful")
-
-
-@pytest.mark.thorough
-def test_a_learned_coupling_trains_a_model():
-    """A coupling as a value: drawn, redrawn and calibrated with, in one program."""
-    learned = performer.copula.orthogonal(jnp.asarray([0.3, -0.4, 0.2, 0.1, 0.5, -0.2]))
-    rngs = nnx.Rngs(params=0, frequencies=1)
-    attention_fn = PerformerAttention(
-        16, 4, coupling=learned, num_heads=2, redraw_every=3, calibration="full", rngs=rngs
-    )
-    model = nnx.MultiHeadAttention(
-        num_heads=2, in_features=8, attention_fn=attention_fn, decode=False, rngs=rngs
-    )
-    drawn = performer.couplings.draw(nnx.Rngs(frequencies=1).frequencies(), learned, 16, 4, 2)
-    np.testing.assert_array_equal(model.attention_fn.frequencies[...], drawn)
-    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
-    traces = []
-
-    @nnx.jit
-    def step(model, optimizer):
-        traces.append(1)
-        redraw(jax.random.key(2), model, optimizer.step[...])
-        loss, gradient = nnx.value_and_grad(lambda model: jnp.mean((model(X) - X) ** 2))(model)
-        optimizer.update(model, gradient)
-        return loss
-
-    losses = [float(step(model, optimizer)) for _ in range(12)]
-    assert losses[-1] < 0.8 * losses[0]
-    assert len(traces) == 1
-    assert not np.array_equal(model.attention_fn.frequencies[...], drawn)

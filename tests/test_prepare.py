@@ -140,8 +140,6 @@ def no_image(source):
         (one_class, {}, "pictures of one class only, 'cat'"),
         (no_image, {}, "0 readable images of split 'validation'"),
         (None, {"files": 5}, "4 readable images of split 'validation', fewer than --files=5"),
-        (None, {"name": "../x"}, "--name='../x' must be lower case"),
-        (None, {"seed": -1}, "must not be negative"),
         (None, {"validation": 0.1}, "there is a validation split already"),
     ],
 )

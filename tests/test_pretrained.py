@@ -13,14 +13,11 @@ import pytest
 from flax import nnx
 from scipy.special import logsumexp
 
-from performer.nnx import Frequencies
 from tests.small import TINY, sized, small_config
 from tests.tiers import tiers
-from vit import config, data, evaluate, pretrained, train
+from vit import config, data, pretrained
 from vit import weights as published
 from vit.model import ViT, random_streams
-from vit.reports import metrics
-from vit.run import runs
 
 WIDTH, DEPTH, HEADS, MLP = TINY.width, TINY.depth, TINY.num_heads, TINY.mlp_dim
 PATCH, GRID, CLASSES = 4, 2, 10
@@ -204,26 +201,6 @@ def test_a_file_without_positions_has_fixed_ones(file):
     table = model.position[...][None]
     want = reference(arrays | {"pos_embedding": table}, IMAGES, "mean")
     np.testing.assert_allclose(logits_of(model), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
-
-
-@pytest.mark.thorough
-def test_runs_evaluate_and_train_on(file, tmp_path):
-    """The softmax twin and a Performer with the same parameters, from one file."""
-    path = file(weights())
-    folders = {kind: tmp_path / kind for kind in ("softmax", "performer")}
-    for kind, workdir in folders.items():
-        assert pretrained.pretrained(path, settings(kind), workdir)
-    models = {kind: runs.restore(workdir).model() for kind, workdir in folders.items()}
-    jax.tree.map(np.testing.assert_array_equal, *map(params, models.values()))
-    assert len(jax.tree.leaves(nnx.state(models["performer"], Frequencies))) == DEPTH
-    direct, _ = loaded(path)
-    np.testing.assert_array_equal(logits_of(models["softmax"]), logits_of(direct))
-    record = evaluate.evaluate_run(folders["softmax"])
-    assert (record["step"], record["eval_examples"]) == (0, 360)
-
-    assert train.train(config.of_run(folders["performer"]), folders["performer"])["step"] == 3
-    losses = [r["train_loss"] for r in metrics.read(folders["performer"] / "metrics.jsonl")]
-    assert losses[0] > 2 * np.log(CLASSES)  # from the weights on: a fresh head has log 10
 
 
 @pytest.mark.thorough

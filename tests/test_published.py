@@ -82,7 +82,7 @@ def parity(folder, side, size):
 
 
 CASES = [f"{name}-{side}" for name in make_published.ENCODERS for side in make_published.TINY.sides]
-CORE = ("hf_vit-6", "hf_dinov2-6", "hf_siglip-6", "timm_vit-6", "timm_registers-6", "timm_vit-4")
+CORE = ("hf_dinov2-6", "hf_siglip-6", "timm_vit-6", "timm_vit-4")
 """At the size of their positions, and with fewer patches; the others are variants of these."""
 
 
@@ -328,13 +328,6 @@ def test_a_mean_or_deviation_that_no_pictures_have_is_refused(file):
     jax.tree.map(np.testing.assert_array_equal, *arrays)
 
 
-def test_an_array_that_is_missing_is_named(file, tmp_path):
-    path = file("timm_vit", without("blocks.1.mlp.fc1.bias"), config=beside("timm_vit"))
-    with pytest.raises(ValueError, match=r"blocks/1/mlp_in/bias: \(32,\) here, not there"):
-        pretrained.pretrained(path, None, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_grey_pictures_are_those_of_three_equal_colours():
     encoder = original("hf_dinov2")
     options = pretrained.of_encoder(None, encoder)
@@ -370,6 +363,7 @@ def test_classes_of_another_order_are_sorted():
         assert all(part in line for part, line in zip(told, lines, strict=True))
 
 
+@pytest.mark.thorough
 def test_a_run_without_data_predicts_with_the_names_of_the_file(tmp_path):
     """It serves all that needs no data; what does says so."""
     folder, workdir = FILES / "hf_dinov2_registers", tmp_path / "run"
@@ -391,6 +385,7 @@ def test_a_run_without_data_predicts_with_the_names_of_the_file(tmp_path):
         pretrained.pretrained(folder / "model.safetensors", None, workdir)
 
 
+@pytest.mark.thorough
 def test_a_file_without_a_head_gives_features(tmp_path):
     folder, workdir = FILES / "hf_siglip", tmp_path / "run"
     lines = pretrained.pretrained(folder / "model.safetensors", None, workdir)

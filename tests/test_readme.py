@@ -3,11 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.pages import code
 
 README = Path("README.md").read_text()
 
 
+@pytest.mark.thorough
 def test_python_runs():
     namespace: dict = {}
     for body in code(README, "python"):

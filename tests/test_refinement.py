@@ -63,6 +63,7 @@ def test_the_losses_are_those_of_the_equations(is_causal):
     np.testing.assert_allclose(divergence(estimate, exact, pairs), divergences / rows, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_refining_lowers_the_error():
     """On other examples than those it was done with; in two of four directions, few features."""
     seen, unseen = sample(64), sample(16, seed=2)
@@ -95,7 +96,7 @@ FAR = Far(
 
 
 @pytest.mark.parametrize(("window", "first"), tiers([(3, 1), (1, 2), (0, 0)], 1))
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 def test_a_hybrid_in_numpy(window, first, is_causal):
     """Pair by pair, in float64: e^{q.k} near by, sums of features elsewhere; grouped heads."""
     query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
@@ -118,7 +119,7 @@ def test_a_hybrid_in_numpy(window, first, is_causal):
 
 
 @pytest.mark.parametrize(
-    ("window", "method"), [(3, "shift+scale"), (3, "none"), (0, "shift+scale")]
+    ("window", "method"), tiers([(3, "shift+scale"), (3, "none"), (0, "shift+scale")], 1)
 )
 def test_the_operator_makes_the_same_rows(window, method):
     """Frequencies of queries and of keys, beside a calibration; the weights are those of `Far`."""

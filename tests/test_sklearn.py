@@ -1,6 +1,5 @@
 """RandomFeatures against scikit-learn's own checks and kernels, and inside its tools."""
 
-import dataclasses
 import pickle
 
 import jax
@@ -13,13 +12,11 @@ from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.utils.estimator_checks import check_estimator
 
 from performer import kernels
-from performer.features import hyperbolic
 from performer.sklearn import RandomFeatures
 from tests.tiers import tiers
 
 # The columns have different means: the variance of all entries is not the mean of the variances.
 X = np.random.default_rng(0).normal([0, 2, 4], size=(8, 3))
-HYPERBOLIC = dataclasses.replace(kernels.softmax, feature_map=hyperbolic)
 
 
 def test_scikit_learns_checks():
@@ -30,19 +27,7 @@ def test_scikit_learns_checks():
     assert len(status) > 30
 
 
-def test_estimates_the_rbf_kernel():
-    """Hoeffding for 50,000 independent blocks of 3 frequencies, whose means are within [-1, 1].
-
-    That an unbiased estimate of any of the 36 kernel values is off by more than the bound, 0.027,
-    has probability 1e-6 at most.
-    """
-    features = RandomFeatures(n_components=300_000, gamma=0.3, random_state=0).fit(X)
-    phi = features.transform(X)
-    exact = rbf_kernel(X, gamma=0.3)
-    bound = np.sqrt(2 * np.log(2 * 36 / 1e-6) / 50_000)
-    np.testing.assert_allclose(phi @ phi.T, exact, rtol=0, atol=bound)
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize("columns", tiers([1, 5], 1))
 def test_odd_numbers_of_columns(columns):
     """Means over 1,000 draws within 5 standard errors of the kernel, in every pair.
@@ -60,7 +45,7 @@ def test_odd_numbers_of_columns(columns):
     assert (abs(np.mean(estimates, axis=0) - rbf_kernel(x, gamma=0.1)) < 5 * errors + 1e-6).all()
 
 
-@pytest.mark.parametrize("kernel", [kernels.matern(1.5), "arc-cosine-1"])
+@pytest.mark.parametrize("kernel", tiers(["arc-cosine-1", kernels.matern(1.5)], 1, str))
 def test_other_kernels(kernel):
     """Means over 1,000 draws within 5 standard errors of the exact kernel, in every pair."""
     x, exact = np.float32(X[:4] - [0, 2, 4]), kernels.get(kernel)
@@ -143,9 +128,7 @@ def test_random_state():
         ({"n_components": 0}, "n_components must be a positive integer, got 0, such as 100"),
         ({"gamma": -1}, "gamma must be a positive, finite number or 'scale', got -1"),
         ({"coupling": "pncc"}, "unknown coupling 'pncc'; did you mean 'pnc'"),
-        ({"kernel": "rgb"}, "unknown kernel 'rgb'; did you mean 'rbf'"),
         ({"kernel": kernels.matern(1.5), "coupling": "halton"}, "halton draws no lengths"),
-        ({"kernel": HYPERBOLIC, "n_components": 3}, "n_components must be a multiple of 2 for ker"),
         ({"coupling": lambda key, m, d: np.ones((d, m))}, r"\(m, d\) = \(50, 3\), got \(3, 50\)"),
     ],
 )

@@ -6,7 +6,6 @@ import json
 import pickle
 import struct
 import tarfile
-import zipfile
 from functools import partial
 
 import numpy as np
@@ -259,15 +258,6 @@ class Evil:
         return print, ("executed",)
 
 
-def true_as_a_number(folder):
-    """A shape (True, 5, 6)."""
-    buffer = io.BytesIO()
-    np.save(buffer, images(1))
-    broken = buffer.getvalue().replace(b"(1, 5, 6), }   ", b"(True, 5, 6), }")
-    with zipfile.ZipFile(folder / "pictures.npz", "w") as archive:
-        archive.writestr("images.npy", broken)
-
-
 def cut(name, end):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:end])
 
@@ -321,49 +311,31 @@ def labels(*values, column="label", name="x"):
     return write
 
 
-FEW = idx(np.zeros(4, np.uint8))
 UNPRINTABLE = "has a line break, an outer blank or an unprintable"
 TRAINING = partial(write_folders, train=slice(17), val=slice(3))
 DAMAGED = [
     (write_idx, cut("train-images-idx3-ubyte", -1), "cannot reshape array of size 419"),
-    (write_idx, written("train-labels-idx1-ubyte", FEW), r"are uint8\[4\]"),
     (write_idx, lambda f: [p.unlink() for p in f.iterdir()], "none of these: .*IDX files.*, class"),
     (
         partial(write_idx, compress=True),
         cut("train-images-idx3-ubyte.gz", 50),
         "ubyte.gz cannot be read",
     ),
-    (TRAINING, lambda f: (f / "test").mkdir(), r"test holds no <class>/\*\.jpg"),
     (TRAINING, lambda f: (f / "validation/cat").mkdir(parents=True), "both val/ and validation/"),
     (TRAINING, lambda f: (f / "train/cat").rename(f / "train/cow"), "classes that train/ lacks"),
-    *((write_folders, named(x), UNPRINTABLE) for x in ("a\nb", " cat", "a\x85b", "\x1b[2J")),
-    (write_folders, named("\udcff"), UNPRINTABLE),
-    (write_ilsvrc2012, cut(TRAIN, 5000), f"{TRAIN} cannot be read"),
+    (write_folders, named("\x1b[2J"), UNPRINTABLE),
     (write_ilsvrc2012, flipped, f"{VAL} cannot be read: .* at byte 1,024"),
     (write_ilsvrc2012, removed(VAL), f"{VAL} cannot be read"),
-    (write_ilsvrc2012, lambda f: tar(f / TRAIN, {"n03.tar": b""}), "cannot be read: 'n03' is not"),
     (write_ilsvrc2012, lambda f: tar(f / VAL, {"0.JPEG": b""}), "cannot be read: '0.JPEG'"),
     (lines(b"file,a,b", b"p0.png,cat,x", b"p1.png,dog,y"), None, "which column .* there are a, b"),
-    (lines(b"file,label", b"p0.png,\xff"), None, "cannot be read as a csv file"),
     (lines(b"file,label", b"p0.png,", b"p1.png,a"), None, "the class '' in .* is empty"),
     (npz(images=images()), None, r"images and labels.*it holds .*images uint8\[17, 5, 6\]"),
-    (npz(images=images() / 255, labels=NUMBERS), None, "images are uint8, 0 to 255"),
     (npz(images=images(channels=(2,)), labels=NUMBERS), None, r"height, width\[, 1 or 3\]"),
-    (
-        npz(images=images(), labels=NUMBERS, class_names=["a"]),
-        None,
-        "at most 1 class_names",
-    ),
     (npz(images=images(), labels=np.array([Evil()] * 17)), None, "allow_pickle=False"),
-    (npz(images=images()[:0], labels=NUMBERS[:0]), None, "is uint8.0, 5, 6.: .* n > 0"),
-    (true_as_a_number, None, "pictures.npz cannot be read"),
     (npz(images=images(), labels=NUMBERS), cut("pictures.npz", 100), "pictures.npz cannot be read"),
     (parquet(label="a", b=["x"] * 17), None, "which column holds the classes.*there are a, b"),
     (parquet(names=["cat", "dog"]), None, "'label' has 2, but the classes are 0 to 1"),
-    (parquet(second=[b""] * 17), None, "one column must .* image struct.*, second binary"),
-    (labels("a", None), None, r"x.parquet: .*'label' has None, but the classes are 0 to \.\.\."),
     (labels("a", "b"), cut("x.parquet", 100), "x.parquet cannot be read as a parquet file"),
-    (labels("a"), labels("a", column="class", name="test"), "x.parquet cannot be read .*class"),
 ]
 
 

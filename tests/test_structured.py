@@ -8,6 +8,7 @@ from scipy.linalg import hadamard as scipy_hadamard
 
 from performer import couplings
 from performer.couplings import hadamard, structured
+from tests.tiers import tiers
 
 
 @pytest.mark.parametrize("p", [1, 2, 8, 16, 32, 512])
@@ -27,7 +28,7 @@ def test_multiply_is_three_hd_blocks():
 
 
 @pytest.mark.parametrize("name", ["sorf", "fast-simrf"])
-@pytest.mark.parametrize(("m", "d"), [(8, 8), (40, 12)])
+@pytest.mark.parametrize(("m", "d"), tiers([(40, 12), (8, 8)], 1))
 def test_apply_is_the_product_with_the_coupling(name, m, d):
     key = jax.random.key(4)
     frequencies = structured.draw(key, m, d, simplex=name == "fast-simrf")

@@ -9,13 +9,12 @@ import pytest
 from flax import nnx
 
 import vit
-from performer.analysis import attention_error
-from tests.sequences import DATASET, TASK, projections
-from tests.small import CALIBRATED, small_config
-from vit import config, convert, data, evaluate, train
-from vit.reports import attention_report, metrics
+from tests.sequences import DATASET, TASK
+from tests.small import small_config
+from vit import config, convert, evaluate, train
+from vit.reports import metrics
 from vit.run import runs
-from vit.task import SUBJECTS, no_attention, random_streams
+from vit.task import SUBJECTS, no_attention
 from vit.weights import transfer
 
 SETTINGS = small_config(
@@ -39,6 +38,7 @@ def finished(tmp_path_factory):
     return workdir, learn(workdir)
 
 
+@pytest.mark.thorough
 def test_it_is_learned_and_measured_by_its_own_names(finished, capsys):
     workdir, record = finished
     log = metrics.read(workdir / "metrics.jsonl")
@@ -53,6 +53,7 @@ def test_it_is_learned_and_measured_by_its_own_names(finished, capsys):
     assert "at step 24 of 24" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_evaluation_is_that_of_the_sequences_without_padding(finished):
     workdir, record = finished
     report = evaluate.evaluate_run(workdir, DATASET, TASK)
@@ -67,6 +68,7 @@ def test_evaluation_is_that_of_the_sequences_without_padding(finished):
         evaluate.evaluate_run(workdir)
 
 
+@pytest.mark.thorough
 def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path):
     workdir, _ = finished
     task = dict(images=4, draws=3, dataset=DATASET)
@@ -75,23 +77,6 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
     silent = TASK._replace(layers=no_attention)
     with pytest.raises(ValueError, match="does not define its attention layers"):
         evaluate.report_attention(workdir, tmp_path / "none", task=silent, **task)
-
-
-@pytest.mark.thorough
-def test_the_report_has_the_calibration_of_the_layer():
-    attention = dataclasses.replace(CALIBRATED, num_features=16)
-    model = TASK.create(small_config(attention=attention), rngs=random_streams(0))
-    batch = {name: np.stack([r[name] for r in DATASET.train]) for name in ("x", "y")}
-    model.train()
-    nnx.jit(lambda model: model(4 * batch["x"]))(model)
-    model.eval()
-    settings = dict(coupling="orf", num_features=16, draws=3)
-    rows = attention_report.rows(TASK, model, batch, **settings)
-    fitted = model.attention.attention_fn.calibration
-    assert np.any(fitted.shift)
-    error = attention_error(*projections(model, batch)[0], calibration=fitted, **settings)
-    want = np.mean(error.attention.value, axis=0)
-    np.testing.assert_allclose([row["attention error"] for row in rows], want, rtol=1e-4)
 
 
 OTHER = TASK._replace(name="regression", command="python -m regression")
@@ -134,14 +119,3 @@ def test_a_run_is_found_again_by_the_name_of_its_task(tmp_path, monkeypatch):
     transfer.init_from(tmp_path / "run", SETTINGS, tmp_path / "new", DATASET, OTHER)
     old, new = (runs.restore(tmp_path / name).model() for name in ("run", "new"))
     jax.tree.map(np.testing.assert_array_equal, *(nnx.state(x, nnx.Param) for x in (old, new)))
-
-
-def test_a_data_set_that_is_too_small_is_refused(tmp_path):
-    for (train_records, evaluation), message in {
-        (31, 40): "larger than .* 31 records",
-        (96, 0): "eval_split='test' is empty",
-    }.items():
-        few = data.in_memory(DATASET.train[:train_records], DATASET.evaluation[:evaluation])
-        with pytest.raises(ValueError, match=message):
-            train.train(SETTINGS, tmp_path / "run", few, TASK)
-        assert not (tmp_path / "run").exists()

@@ -1,7 +1,6 @@
 """A run begun from another: what is taken, made to fit or new; resuming bit for bit."""
 
 import dataclasses
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,8 @@ import pytest
 from flax import nnx
 
 from performer.nnx import Frequencies
-from tests.small import CALIBRATED, TINY, final_state, sized, small_config, stop_at
+from tests.small import CALIBRATED, TINY, sized, small_config
 from vit import config, data, train, use
-from vit.reports import metrics
 from vit.run import checkpoint, runs
 from vit.weights import transfer
 
@@ -167,32 +165,6 @@ def test_a_head_that_reads_another_layer_is_new(source, tmp_path):
     fresh = {"pre_logits/kernel", "pre_logits/bias", *transfer.HEAD}
     assert set(params(new)) - taken(new, old) == fresh
     assert "head: new, for only one of the models has a layer before it" in lines
-
-
-@pytest.mark.thorough
-@pytest.mark.optimised("asserts bits")
-def test_it_resumes_bitwise_and_needs_the_other_run_no_more(source, tmp_path, monkeypatch):
-    settings = dataclasses.replace(SETTINGS, seed=3)
-    origin = shutil.copytree(source, tmp_path / "origin")
-    for name in ("whole", "parts"):
-        assert transfer.init_from(origin, settings, tmp_path / name)
-    train.train(settings, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        stop_at(patch, 2)
-        with pytest.raises(SystemExit):
-            train.train(settings, tmp_path / "parts")
-    shutil.rmtree(origin)
-    assert transfer.init_from(origin, settings, tmp_path / "parts") == []
-    train.train(settings, tmp_path / "parts")
-    program = runs.restore(tmp_path / "whole").program
-    states = [final_state(program, tmp_path / name) for name in ("whole", "parts")]
-    jax.tree.map(np.testing.assert_array_equal, *states)
-    losses = [
-        [r["train_loss"] for r in metrics.read(tmp_path / name / "metrics.jsonl")]
-        for name in ("whole", "parts", source)
-    ]
-    assert losses[0] == losses[1]
-    assert losses[0][0] != losses[2][0]
 
 
 def test_what_cannot_be_is_refused_and_leaves_nothing(source, tmp_path):

@@ -12,40 +12,28 @@ from flax import nnx
 from PIL import Image
 
 import vit
-from tests.small import TINY, sized, small_config
+from tests.small import SHALLOW, TRAINED, sized
 from vit import config, data, evaluate, use
 from vit.model import classification
 from vit.prepare import prepare
 from vit.run import files, loop, runs
 
-SETTINGS = small_config(
-    optim=config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.5),
-    data=config.Data(batch_size=32, eval_resize=10),
-)
-
-
-_tiny = sized(TINY)
+_shallow = sized(SHALLOW)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("runs") / "digits"
-    return workdir, loop.train(SETTINGS, workdir)
-
-
-@pytest.fixture(scope="module")
-def model(run):
-    return vit.load(run[0])
+def model(digits_run):
+    return vit.load(digits_run[0])
 
 
 def noise(*shape, seed=0):
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def test_the_model_is_the_evaluated_one_without_its_data(run, monkeypatch):
+def test_the_model_is_the_evaluated_one_without_its_data(digits_run, monkeypatch):
     """The running mean of the parameters; same accuracy as in the log."""
-    workdir, record = run
-    records = data.load(SETTINGS.data).evaluation
+    workdir, record = digits_run
+    records = data.load(TRAINED.data).evaluation
     monkeypatch.setattr(data, "load", None)
     model = vit.load(workdir)
     logits, _ = model.outputs([record["image"] for record in records])
@@ -54,15 +42,15 @@ def test_the_model_is_the_evaluated_one_without_its_data(run, monkeypatch):
     assert float(hits.mean()) == pytest.approx(record["eval_accuracy"])
     assert (model.step, model.channels) == (3, 1)
     assert repr(model) == (
-        f"Trained('{workdir}' at step 3: ViT XS/4 (width 16, depth 2, num_heads 2, mlp_dim 32),"
+        f"Trained('{workdir}' at step 3: ViT XS/4 (width 16, depth 1, num_heads 2, mlp_dim 32),"
         " performer attention, pm-antithetic, m = 8, 8 x 8 x 1 -> 10 classes)"
     )
 
 
 @pytest.mark.thorough
-def test_sigmoids_are_the_probabilities_of_a_run_that_learned_them(run, model, tmp_path):
+def test_sigmoids_are_the_probabilities_of_a_run_that_learned_them(digits_run, model, tmp_path):
     """Those of each class by itself, from the very checkpoint."""
-    workdir = shutil.copytree(run[0], tmp_path / "run")
+    workdir = shutil.copytree(digits_run[0], tmp_path / "run")
     values = json.loads((workdir / "config.json").read_text())
     values["optim"]["loss"] = "sigmoid"
     files.write(workdir / "config.json", json.dumps(values))
@@ -73,9 +61,9 @@ def test_sigmoids_are_the_probabilities_of_a_run_that_learned_them(run, model, t
 
 
 @pytest.mark.thorough
-def test_a_run_is_evaluated_on_other_data(run, model, tmp_path):
+def test_a_run_is_evaluated_on_other_data(digits_run, model, tmp_path):
     """Of two of its ten classes, in another order; and on its own data in other batches."""
-    workdir, record = run
+    workdir, record = digits_run
     own = evaluate.evaluate_on(workdir, {"data.batch_size": 40})
     for name in ("eval_loss", "eval_accuracy", "eval_examples"):
         assert own[name] == pytest.approx(record[name])
@@ -123,7 +111,7 @@ def test_images_are_those_of_the_evaluation(model, tmp_path):
     Image.fromarray(wide).save(tmp_path / "wide.png")
     record = {"image": (tmp_path / "wide.png").read_bytes(), "label": 0}
     dataset = data.Dataset([], [record], tuple("0123456789"), channels=1)
-    expected = next(data.eval_batches(dataset, SETTINGS.data))["image"][0]
+    expected = next(data.eval_batches(dataset, TRAINED.data))["image"][0]
     np.testing.assert_array_equal(model.pixels(tmp_path / "wide.png"), expected)
     np.testing.assert_array_equal(model.pixels(wide), expected)
     many = [wide, noise(8, 8), noise(9, 7, 1), *noise(use.LARGEST, 8, 8, seed=1)]
@@ -150,34 +138,34 @@ def test_what_is_no_image_is_refused(model, images, message):
         model.predict(images)
 
 
-def test_what_cannot_be_loaded_is_named(run, tmp_path):
+def test_what_cannot_be_loaded_is_named(digits_run, tmp_path):
     """No run, another step, or a run without the names of its classes."""
-    assert vit.load(run[0], step=2).step == 2
+    assert vit.load(digits_run[0], step=2).step == 2
     with pytest.raises(ValueError, match="has no checkpoint of step 7, but of 2, 3"):
-        vit.load(run[0], step=7)
+        vit.load(digits_run[0], step=7)
     with pytest.raises(ValueError, match=r"holds no run \(no config.json\)"):
         vit.load(tmp_path / "none")
-    workdir = shutil.copytree(run[0], tmp_path / "old")
+    workdir = shutil.copytree(digits_run[0], tmp_path / "old")
     (workdir / "task.json").unlink()
     with pytest.raises(ValueError, match=r"old has no task.json, which names the classes"):
         vit.load(workdir)
-    runs.claim(workdir, SETTINGS, *runs.subject(SETTINGS))  # the next start writes it
-    assert files.noted(workdir / "task.json") == files.noted(run[0] / "task.json")
+    runs.claim(workdir, TRAINED, *runs.subject(TRAINED))  # the next start writes it
+    assert files.noted(workdir / "task.json") == files.noted(digits_run[0] / "task.json")
 
 
-def test_other_data_under_the_same_config_are_refused(run, tmp_path):
+def test_other_data_under_the_same_config_are_refused(digits_run, tmp_path):
     """The labels of a data set that was made anew may mean other classes."""
     workdir = tmp_path / "run"
-    shutil.copytree(run[0], workdir)
-    dataset, task = runs.subject(SETTINGS)
+    shutil.copytree(digits_run[0], workdir)
+    dataset, task = runs.subject(TRAINED)
     before = (workdir / "task.json").read_bytes()
     for other, message in [
         (dataset._replace(class_names=tuple("9876543210")), "class_names: "),
         (dataset._replace(train=dataset.train[:-1]), "training examples: 1437 -> 1436"),
     ]:
         with pytest.raises(ValueError, match=f"(?s)holds another run.*{message}"):
-            loop.train(SETTINGS, workdir, other)
+            loop.train(TRAINED, workdir, other)
     assert (workdir / "task.json").read_bytes() == before
     newer = json.loads(before) | {"versions": {"jax": "0.1"}}
     files.note(workdir / "task.json", newer)
-    runs.claim(workdir, SETTINGS, dataset, task)  # another version is none
+    runs.claim(workdir, TRAINED, dataset, task)  # another version is none

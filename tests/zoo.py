@@ -165,26 +165,21 @@ class Block(nnx.Module):
 
 
 class ViT(nnx.Module):
-    def __init__(self, block, rngs):
+    def __init__(self, rngs):
         self.cls = nnx.Param(jax.random.normal(rngs.params(), (1, 1, WIDTH)))
         self.blocks = nnx.List([Block(rngs) for _ in range(2)])
         self.head = nnx.Linear(WIDTH, 5, rngs=rngs)
-        self.block = block
 
     def __call__(self, x):
         x = jnp.concatenate([jnp.tile(self.cls[...], (len(x), 1, 1)), x], axis=1)
         for block in self.blocks:
-            x = self.block(block, x)
+            x = block(x)
         return jax.nn.softmax(self.head(x[:, 0]))
 
 
-def nnx_vit(block=Block.__call__):
-    graphdef, state = nnx.split(ViT(block, nnx.Rngs(0)))
+def nnx_vit():
+    graphdef, state = nnx.split(ViT(nnx.Rngs(0)))
     return (lambda state, x: nnx.merge(graphdef, state)(x)), batches(state)
-
-
-def nnx_remat():
-    return nnx_vit(nnx.remat(Block.__call__))
 
 
 def nnx_scan():
@@ -203,46 +198,27 @@ def nnx_scan():
 
 
 class EncoderBlock(linen.Module):
-    """A block as in Flax's examples; in a scan it returns a pair."""
-
-    scanned: bool = False
+    """A block as in Flax's examples."""
 
     @linen.compact
-    def __call__(self, inputs, mask=None):
+    def __call__(self, inputs):
         x = linen.LayerNorm()(inputs)
-        x = linen.MultiHeadDotProductAttention(num_heads=HEADS)(x, x, mask=mask)
-        x = x + inputs
-        y = linen.Dense(WIDTH)(linen.gelu(linen.Dense(2 * WIDTH)(linen.LayerNorm()(x))))
-        return (x + y, None) if self.scanned else x + y
+        x = linen.MultiHeadDotProductAttention(num_heads=HEADS)(x, x) + inputs
+        return x + linen.Dense(WIDTH)(linen.gelu(linen.Dense(2 * WIDTH)(linen.LayerNorm()(x))))
 
 
 class Encoder(linen.Module):
-    kind: str = "plain"
-
     @linen.compact
-    def __call__(self, x, mask=None):
-        if self.kind == "scan":
-            axes = dict(variable_axes={"params": 0}, split_rngs={"params": True})
-            layers = linen.scan(EncoderBlock, length=2, in_axes=linen.broadcast, **axes)
-            return layers(scanned=True)(x, mask)[0]
-        block = linen.remat(EncoderBlock) if self.kind == "remat" else EncoderBlock
+    def __call__(self, x):
         for i in range(2):
-            x = block(name=f"block_{i}")(x, mask)
+            x = EncoderBlock(name=f"block_{i}")(x)
         return linen.LayerNorm()(x)
 
 
-def linen_encoder(kind="plain", mask=None):
-    encoder = Encoder(kind)
+def linen_encoder():
+    encoder = Encoder()
     params = jax.jit(encoder.init)(jax.random.key(0), array(0, B, T, WIDTH))
-    return (lambda params, x: encoder.apply(params, x, mask)), batches(params)
-
-
-def linen_scan():
-    return linen_encoder("scan")
-
-
-def linen_remat():
-    return linen_encoder("remat", linen.make_causal_mask(jnp.ones((B, T))))
+    return (lambda params, x: encoder.apply(params, x)), batches(params)
 
 
 def encoder_decoder():
@@ -323,20 +299,16 @@ def perceiver():
     return model, batches(projections(latents=(T, WIDTH)))
 
 
-def alibi(causal=True):
+def alibi():
     slopes = 2.0 ** -jnp.arange(1, HEADS + 1)
 
     def attend(q, k, v):
         distance = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 2 - slopes[:, None, None] * distance
-        scores = jnp.where(TRIL, scores, -jnp.inf) if causal else scores
-        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+        weights = jax.nn.softmax(jnp.where(TRIL, scores, -jnp.inf))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
     return with_projections(attend)
-
-
-def alibi_both_ways():
-    return alibi(causal=False)
 
 
 SEGMENTS = jnp.asarray([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 10])
@@ -364,17 +336,6 @@ def any_mask():
         return out(p, with_mask(*project(p, x), mask[:, None]))
 
     return model, batches(projections(), jnp.broadcast_to(jnp.asarray(TRIL), (B, T, T)))
-
-
-def padded_pairs():
-    """Neither queries nor keys of padding; the padding is cut off in the end."""
-
-    def model(p, lengths, x):
-        exists = jnp.arange(T) < lengths[:, None]
-        mask = nnx.combine_masks(nnx.make_attention_mask(exists, exists), TRIL[None, None])
-        return out(p, with_mask(*project(p, x), mask)) * exists[..., None]
-
-    return model, batches(projections(), jnp.asarray(LENGTHS))
 
 
 def vmapped():
@@ -520,14 +481,6 @@ def conditional():
     )
 
 
-def while_loop():
-    def attend(q, k, v):
-        step = lambda state: (state[0] + 1, with_mask(state[1], k, v))  # noqa: E731
-        return jax.lax.while_loop(lambda state: state[0] < 2, step, (0, q))[1]
-
-    return beside(attend)
-
-
 def flash_kernel():
     def kernel(q, k, v, o):
         o[...] = jax.nn.softmax(q[...] @ k[...].T) @ v[...]
@@ -557,16 +510,6 @@ def foreign_function():
     return beside(jax.ffi.ffi_call("flash_attn_fwd", shape))
 
 
-def compiled_kernel():
-    """The name is that of a compiled function."""
-
-    @jax.jit
-    def flash_attention(q, k, v):
-        return jax.pure_callback(lambda q, k, v: np.asarray(v), jax.typeof(v), q, k, v)
-
-    return beside(flash_attention)
-
-
 def dropout_in_training():
     """Two programs, by a flag."""
 
@@ -590,11 +533,8 @@ LINEAR = {
     jax_causal: 1,
     jax_lengths: 1,
     nnx_vit: 2,
-    nnx_remat: 2,
     nnx_scan: 2,
     linen_encoder: 2,
-    linen_scan: 2,
-    linen_remat: 2,
     encoder_decoder: 3,
     equinox_layer: 1,
     haiku_layer: 1,
@@ -602,11 +542,9 @@ LINEAR = {
     checkpointed: 2,
     perceiver: 1,
     alibi: 1,
-    alibi_both_ways: 1,
     packed: 1,
     packed_causal: 1,
     any_mask: 1,
-    padded_pairs: 1,
     vmapped: 1,
     bfloat16: 1,
     normalised: 1,
@@ -623,10 +561,8 @@ LEFT = {
     soft_cap: "is there a soft cap",
     dropout: "is there dropout",
     conditional: "inside cond",
-    while_loop: "inside while",
     flash_kernel: "a kernel, .*flash_attention",
     custom_derivative: "a kernel, .*flash_attention",
     foreign_function: "a kernel, .*flash_attn",
-    compiled_kernel: "a kernel, .*flash_attention",
 }
 """Model -> why its second output stays exact."""
