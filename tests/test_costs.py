@@ -38,17 +38,6 @@ def test_operations_are_those_that_xla_counts(kind, options):
     assert 0.85 * counted < ours < 1.02 * counted
 
 
-def test_b16_takes_what_is_published():
-    """17.6 GFLOP, as is commonly given for ViT-B/16, counts a multiplication and addition once."""
-    settings = small_config(
-        model=config.Model("B/16"),
-        attention=config.Attention("softmax"),
-        data=config.Data(image_size=224),
-    )
-    flops = classification.forward_flops(settings, num_classes=1000, channels=3)
-    assert flops == pytest.approx(2 * 17.6e9, rel=0.02)
-
-
 @pytest.mark.thorough
 def test_lengths_are_timed_once_and_only_if_the_values_are_right(tmp_path, monkeypatch):
     """Against float64: attention that sees the future is found, and the second run adds nothing."""
