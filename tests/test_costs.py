@@ -9,17 +9,21 @@ from experiments.common import harness
 from experiments.speed import lengths
 from experiments.speed.baselines import IMPLEMENTATIONS
 from tests.small import shapes, small_config
+from tests.tiers import tiers
 from vit import config
 from vit.model import classification
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        ("softmax", {"pooling": "attention", "activation": "swiglu", "registers": 40}),
-        ("performer", {"pooling": "token+mean", "pre_logits": True, "exact_layers": "1"}),
-        ("performer", {"pooling": "mean", "exact_window": 32}),
-    ],
+    tiers(
+        [
+            ("softmax", {"pooling": "attention", "activation": "swiglu", "registers": 40}),
+            ("performer", {"pooling": "token+mean", "pre_logits": True, "exact_layers": "1"}),
+            ("performer", {"pooling": "mean", "exact_window": 32}),
+        ],
+        1,
+    ),
 )
 def test_operations_are_those_that_xla_counts(kind, options):
     """XLA adds what is no product (normalisation, exponentials); attention is half of the rest."""

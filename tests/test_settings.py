@@ -14,6 +14,7 @@ import oracles
 import pytest
 
 from performer import couplings, features, graphs, norms, performer_attention, quadrature
+from tests.tiers import tiers
 
 
 @contextmanager
@@ -54,7 +55,7 @@ MAPS = features.MAPS | {"arc-cosine 1": features.arc_cosine(1)}
 
 
 @pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", tiers([True, False], 1))
 def test_features_have_the_dtype_of_their_points(name, weighted):
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((2, 5, 4)), rng.standard_normal((6, 4), np.float32)
