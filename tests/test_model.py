@@ -27,7 +27,9 @@ def forward(model):
     return model(jnp.asarray(IMAGES))
 
 
-@pytest.mark.parametrize(("pooling", "position"), [("token", "learned"), ("mean", "sincos")])
+@pytest.mark.parametrize(
+    ("pooling", "position"), tiers([("token", "learned"), ("mean", "sincos")], 1)
+)
 def test_shapes_and_intermediates(pooling, position):
     model = vit(model=config.Model("XS/2", pooling=pooling, position=position))
     logits, intermediates = forward(model)
