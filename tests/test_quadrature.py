@@ -147,7 +147,7 @@ def test_the_sign_of_the_constant_is_on_one_side():
         np.testing.assert_allclose(left[0] @ right[1], want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("d", tiers([3, 1, 784, 16], 1))
+@pytest.mark.parametrize("d", tiers([3, 1, 784, 16], 0))
 def test_structured_rules(d):
     """Products are those of the points, which are simplices of the lengths, and their negatives."""
 

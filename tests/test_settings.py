@@ -39,6 +39,7 @@ def test_draws_have_the_same_bits():
             chex.assert_trees_all_equal(jax.jit(lambda: list(draws()))(), wanted)
 
 
+@pytest.mark.thorough
 def test_walks_draw_the_same_lengths():
     """Of all couplings of walks; a graph's numbers have JAX's default dtype, lengths are exact."""
     draw = lambda: [  # noqa: E731
