@@ -29,7 +29,7 @@ variance, that with D - 1: in one pass, without cancellation, and whatever the b
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -122,8 +122,9 @@ class Recommendation:
 
     Attributes:
         num_features: m, or None if no m up to the limit is enough.
-        error: the mean relative attention error with these m, or with the most that were tried.
-        most: the largest m that was tried.
+        exact_keys: the number of exact keys beside them, or None.
+        error: the mean relative attention error with these, or with the most that were tried.
+        most: the last m that was tried.
         tolerance: what was asked for.
         uniform: the mean relative error of uniform attention.
         median, largest: of |q + k|^2 over pairs of a query and a key, scaled and calibrated.
@@ -131,6 +132,7 @@ class Recommendation:
     """
 
     num_features: int | None
+    exact_keys: int | None
     error: float
     most: int
     tolerance: float
@@ -141,7 +143,8 @@ class Recommendation:
 
     def __str__(self) -> str:
         """The result, and the numbers that explain it."""
-        found = f"{self.num_features} features of {self.coupling} are enough."
+        beside = f" beside {self.exact_keys} exact keys" if self.exact_keys else ""
+        found = f"{self.num_features} features of {self.coupling}{beside} are enough."
         if self.num_features is None:
             found = f"No number of features up to {self.most} is enough with {self.coupling}."
         return (
@@ -254,14 +257,15 @@ def recommend(
     coupling: str | Coupling = couplings.DEFAULT,
     tolerance: float,
     limit: int = 1024,
+    exact_keys: int = 0,
     show: Callable[[str], Any] | None = None,
     **options: Any,
 ) -> Recommendation:
-    """The smallest power of two of features, 2 to `limit`, with which attention is accurate enough.
+    """The cheapest numbers of features and exact keys with which attention is accurate enough.
 
     That is: the mean over all batch entries and heads of the relative attention error
-    (`AttentionError.attention`) is at most `tolerance`. It is measured, from 2 upwards, with the
-    noise of its draws.
+    (`AttentionError.attention`) is at most `tolerance`. It is measured, from the cheapest upwards,
+    with the noise of its draws. Features are powers of two from 2 to `limit`.
 
     Args:
         query: (..., t, n, h).
@@ -269,8 +273,9 @@ def recommend(
         coupling: as for `attention_error`.
         tolerance: above 0.
         limit: the most features to try, at least 2. One program measures all of them.
+        exact_keys: the most exact keys to try; none, half of them and all are tried.
         show: is given a line for each number that was tried; None prints them to a terminal.
-        options: draws, calibration, scale, mask, is_causal, seed and exact pairs, as for
+        options: draws, calibration, scale, mask, is_causal, seed and other exact pairs, as for
             `attention_error`.
 
     Raises:
@@ -284,17 +289,20 @@ def recommend(
         raise ValueError(f"tolerance must be positive, such as 0.1, got {tolerance}")
     if limit < 2:
         raise ValueError(f"limit must be at least 2, the fewest features tried, got {limit}")
-    for m in (2**i for i in range(1, limit.bit_length())):
-        how: Any = dict(coupling=coupling, num_features=m, most=limit)
+    for m, f in by_cost([2**i for i in range(1, limit.bit_length())], exact_keys):
+        how: Any = dict(coupling=coupling, num_features=m, most=limit, exact_keys=f)
         error = attention_error(query, key, **how, **options)
         mean = float(error.attention.value.mean())
-        show(f"{m} features: relative attention error {mean:.3g}, {tolerance:g} is asked for")
+        beside = f" and {f} exact keys" if f else ""
+        line = f"{m} features{beside}: relative attention error {mean:.3g}"
+        show(f"{line}, {tolerance:g} is asked for")
         if mean <= tolerance:
             break
     of_tokens = (options.get(name) for name in ("calibration", "scale", "mask"))
     lengths = _squared_lengths(*_tokens(query, key, None, *of_tokens))
     return Recommendation(
         num_features=m if mean <= tolerance else None,
+        exact_keys=f if mean <= tolerance else None,
         error=mean,
         most=m,
         tolerance=tolerance,
@@ -303,6 +311,15 @@ def recommend(
         largest=float(np.max(lengths)),
         coupling=getattr(coupling, "__name__", str(coupling)),
     )
+
+
+def by_cost(features: Sequence[int], exact_keys: int) -> list[tuple[int, int]]:
+    """Pairs of these m with 0, half and all of the exact keys, the cheapest first.
+
+    By operations two exact keys cost as much as one feature.
+    """
+    pairs = {(m, f) for m in features for f in (0, exact_keys // 2, exact_keys)}
+    return sorted(pairs, key=lambda pair: (2 * pair[0] + pair[1], pair))
 
 
 def _print(line: str) -> None:

@@ -122,5 +122,10 @@ class Window(NamedTuple):
     exact_rows: int = 0
     """Number of first queries that are exact against all keys."""
 
+    @property
+    def is_mixed(self) -> bool:
+        """True if rows have exact pairs beside features."""
+        return self.exact_window > 0 or self.exact_keys > 0
+
 
 NO_WINDOW = Window()

@@ -70,7 +70,7 @@ def by_op(query, key, value, *, num_features=16, pairs=None, **options):
     heads, width = key.shape[2:]
     drawn_key = jax.random.split(jax.random.key(0), 1)[0]
     frequencies = couplings.draw(drawn_key, couplings.DEFAULT, num_features, width, heads)
-    fitted = calibration.fit(moments, "full", couplings.DEFAULT)
+    fitted = calibration.fit(moments, "full", couplings.DEFAULT, "exact_window" in options)
     return performer_attention(query, key, value, frequencies, calibration=fitted, **options)
 
 

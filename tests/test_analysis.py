@@ -345,6 +345,17 @@ def test_recommend():
     none = recommend(query, key, tolerance=tolerance, limit=3, **options)
     assert (none.num_features, none.most, none.error) == (None, 2, errors[2])
     assert str(none).startswith("No number of features up to 2 is enough with gaussian.\n")
+    tried = []
+    options |= dict(tolerance=1e-9, limit=4, exact_keys=S, show=tried.append)
+    found = recommend(query, key, **options)
+    assert (found.num_features, found.exact_keys) == (2, S)
+    assert str(found).startswith(f"2 features of gaussian beside {S} exact keys are enough.\n")
+    order = [line.split(":")[0] for line in tried]
+    half = f" and {S // 2} exact keys"
+    assert order == [
+        *("2 features", "4 features", f"2 features{half}", f"4 features{half}"),
+        f"2 features and {S} exact keys",
+    ]
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from scipy import stats
 
 from experiments.attention.data import DATA
@@ -15,6 +16,7 @@ from performer import calibration, couplings, directions, performer_attention
 from performer.attention import attention_weights
 from performer.attention.calibration import Calibration, calibrate, fit, pair_moments
 from performer.attention.refinement import LEARNED
+from performer.nnx import PerformerAttention
 from tests import oracles
 from tests.tiers import tiers
 
@@ -64,6 +66,23 @@ def test_fit_is_that_of_the_equations(method):
         for got, expected in zip((c, m, mu, s), want, strict=True):
             np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-5)
         np.testing.assert_allclose(inverse @ m, np.eye(H), atol=2e-6)
+
+
+def test_a_tilt_beside_exact_pairs_is_never_traceless():
+    fitted = calibrate(QUERY, KEY, coupling="pm", beside_exact=True)
+    assert calibration.parts("full", "pm", True) == ("shift", "scale", "proposal")
+    for head, moments in enumerate(oracles.pair_moments(QUERY, KEY)):
+        want = oracles.calibration(moments, ("shift", "scale", "tilt"))
+        got = parts_of(fitted, head)
+        np.testing.assert_allclose(got[0], want[0], rtol=2e-4, atol=2e-5)  # c
+        np.testing.assert_allclose(got[4], want[3], rtol=2e-4, atol=2e-5)  # S
+    for options, method in (
+        (dict(exact_keys=2), "shift+scale+proposal"),
+        (dict(exact_window=2), "shift+scale+proposal"),
+        (dict(exact_rows=1), "shift+scale+traceless"),
+    ):
+        options |= dict(coupling="pm", calibration="full", rngs=nnx.Rngs(0))
+        assert PerformerAttention(8, H, **options).method == method
 
 
 @pytest.mark.parametrize("f", [0.0, 0.3, 4.0, 50.0])

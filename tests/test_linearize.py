@@ -325,6 +325,6 @@ def test_the_report(tmp_path):
     )
     report.to_csv(tmp_path / "report.csv")
     lines = (tmp_path / "report.csv").read_text().splitlines()
-    assert lines[0].startswith("path,layer,head,attention,attention error")
+    assert lines[0].startswith("path,layer,head,attention,m,exact keys,attention error")
     assert len(lines) == 1 + HEADS
     assert "worst heads: attention head" in str(report)

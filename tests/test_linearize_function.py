@@ -11,6 +11,7 @@ import pytest
 import performer
 from performer import calibration, couplings
 from performer.linearization import layers
+from performer.typing import Window
 from tests import zoo
 from tests.attention_inputs import by_op
 from tests.tiers import tiers
@@ -246,6 +247,37 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
     )
 
 
+def test_a_tolerance_chooses_the_cheapest_sizes_of_each_place():
+    """A layer of short tokens, one of long ones that no size serves, and two steps of a scan."""
+
+    def attend(x):
+        scores = jnp.einsum("bqh,bkh->bqk", x, x) / x.shape[-1] ** 0.5
+        return jnp.einsum("bqk,bkh->bqh", jax.nn.softmax(scores), x)
+
+    def function(x):
+        ends = attend(0.3 * x), attend(9 * x)
+        return ends, jax.lax.scan(lambda y, c: (y, attend(c * y)), x, jnp.array([0.4, 0.6]))
+
+    def numbers(batches, **options):
+        _, report = performer.linearize(function, batches, **options)
+        return {row["path"].split(" ")[1]: row for row in report.rows}
+
+    batches = [(jax.random.normal(jax.random.key(i), (4, 12, 8)),) for i in range(2)]
+    rows = numbers(batches, num_features=64, tolerance=0.1)
+    kinds = {"#0": "linear", "#1": "exact", "#2[0]": "linear", "#2[1]": "linear"}
+    assert {name: row["attention"] for name, row in rows.items()} == kinds
+    m = rows["#2[1]"]["m"]
+    assert [row["m"] for row in rows.values()] == [8, 64, m, m]
+    one = [(jnp.concatenate([x for (x,) in batches]),)]  # all are examples of the report
+    errors = [numbers(one, num_features=x)["#2[1]"]["attention error"] for x in (m // 2, m)]
+    assert errors[1] <= 0.1 < errors[0]
+    assert rows["#2[1]"]["attention error"] == pytest.approx(errors[1], rel=1e-4)
+    options = layers.Options(num_features=48, tolerance=1.0, window=Window(exact_keys=16))
+    sizes = [(6, 0), (6, 8), (12, 0), (6, 16), (12, 8), (12, 16), (24, 0), (24, 8), (24, 16)]
+    sizes += [(48, 0), (48, 8), (48, 16)]
+    assert options.sizes(8) == sizes
+
+
 @pytest.mark.thorough
 def test_refining_lowers_the_errors_of_the_report():
     function, batches = zoo.matmuls()
@@ -302,6 +334,7 @@ def test_the_function_is_a_tree_of_its_frequencies():
     ("batches", "options", "error"),
     [
         (lambda p, x: iter([(p, x)]), {"refine_steps": 1}, "these can be read only once"),
+        (lambda p, x: [(p, x)], {"tolerance": 0}, "tolerance must be positive, such as 0.1, got 0"),
         (lambda p, x: [x], {}, "batches must be tuples of arguments.*batch 0"),
         (lambda p, x: x, {}, r"must be a list of batches.* of shape \(.*pass \[x\]"),
         (lambda p, x: [], {}, "no batches|at least one batch"),
@@ -309,7 +342,7 @@ def test_the_function_is_a_tree_of_its_frequencies():
         (lambda p, x: [(p, x)], {"exact_first": 1}, "first keys go with an exact_window"),
         (lambda p, x: [(p, x)], {"where": lambda name: False}, "not chosen by where"),
     ],
-    ids=["iterator", "array", "bare array", "none", "keep", "first", "where"],
+    ids=["iterator", "tolerance", "array", "bare array", "none", "keep", "first", "where"],
 )
 def test_invalid_arguments(batches, options, error):
     function, [arguments, *_] = zoo.plain()

@@ -96,10 +96,13 @@ def test_score():
 def test_figures(x, tmp_path, monkeypatch):
     y = (x[:, 0] > 0).astype(int)
     data = [quadrature.Data("toy", x, y), quadrature.Data("random", x, None)]
-    quadrature.figure_1(data[:1], ("G", "B"), 2, tmp_path / "figure_1")
+    for method, runs in (("G", 3), ("B", 3), ("B", 2)):  # of which the last two are one case
+        quadrature.figure_1(data[:1], (method,), runs, tmp_path / "figure_1")
     rows = read_csv(tmp_path / "figure_1.csv")
-    assert len(rows) == 2 * 2 * 2
-    assert {row["runs"] for row in rows} == {"2"}
+    assert [row["method"] + row["runs"] for row in rows] == ["G3"] * 4 + ["B2"] * 4
+    for one, other in zip(rows[:4], rows[4:], strict=True):
+        ratio = float(other["error"]) / float(one["error"])
+        assert float(other["ratio"]) == pytest.approx(ratio)
     kept = {name: quadrature.METHODS[name] for name in ("G", "H")}
     monkeypatch.setattr(quadrature, "METHODS", kept)
     quadrature.figure_2(data, 2, tmp_path / "figure_2")

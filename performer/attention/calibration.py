@@ -24,6 +24,7 @@ and the mean of its logarithm over pairs is smallest at mu = E v and, with F = C
 If the lengths of the frequencies are fixed, or common to a block, attention's normalisation cancels
 the common part of the weights, which corrects a change of the mean length. S must then keep the
 mean square length: `traceless`. `couplings.properties` decides; if unknown, `traceless` is used.
+Beside exact pairs nothing cancels, and `proposal` is used, which is a tilt if keys are shifted.
 
 Pairs are drawn from softmax attention, whose large entries count most: a uniform query, and a key
 with the probability of its attention. All is fitted from the second moment of (1, q, k).
@@ -102,6 +103,7 @@ def calibrate(
     scale: float | None = None,
     mask: ArrayLike | None = None,
     is_causal: bool = False,
+    beside_exact: bool = False,
 ) -> Calibration:
     """Fit a calibration to queries and keys, for each key head.
 
@@ -115,6 +117,8 @@ def calibrate(
         scale: factor on q.k; 1 / sqrt(h) if None.
         mask: keys that exist, as in `performer_attention`.
         is_causal: only pairs whose key is not later than the query.
+        beside_exact: for attention with `exact_keys` or an `exact_window`. A tilt is then never
+            traceless.
 
     Raises:
         ValueError: for an unknown method or coupling.
@@ -128,7 +132,7 @@ def calibrate(
     """
     parts(method, coupling)
     moments = pair_moments(query, key, scale=scale, mask=mask, is_causal=is_causal)
-    return fit(moments, method=method, coupling=coupling)
+    return fit(moments, method=method, coupling=coupling, beside_exact=beside_exact)
 
 
 def pair_moments(
@@ -202,7 +206,10 @@ def _pair_moments(
 
 
 def fit(
-    moments: Moments, method: str = "full", coupling: str | Coupling | None = None
+    moments: Moments,
+    method: str = "full",
+    coupling: str | Coupling | None = None,
+    beside_exact: bool = False,
 ) -> Calibration:
     """Fit a calibration to moments; the identity where no pair was counted.
 
@@ -210,11 +217,12 @@ def fit(
         moments: result of `pair_moments`, or a mean of several.
         method: as for `calibrate`.
         coupling: as for `calibrate`.
+        beside_exact: as for `calibrate`.
 
     Raises:
         ValueError: for an unknown method or coupling.
     """
-    return _fit(moments, parts(method, coupling))
+    return _fit(moments, parts(method, coupling, beside_exact))
 
 
 @partial(jax.jit, static_argnums=1)
@@ -328,10 +336,13 @@ def log_determinant(root: Float[Array, "*k h h"]) -> Float[Array, "*k"]:
     return jnp.sum(logarithms, axis=0)
 
 
-def parts(method: str, coupling: str | Coupling | None = None) -> tuple[str, ...]:
+def parts(
+    method: str, coupling: str | Coupling | None = None, beside_exact: bool = False
+) -> tuple[str, ...]:
     """Parts of a method: ("shift", "scale") of "shift+scale".
 
-    A tilt is traceless unless the coupling declares that lengths are not common.
+    A tilt is traceless, or a proposal beside exact pairs, unless the coupling declares that lengths
+    are not common.
 
     Raises:
         ValueError: for an unknown part, or more than one law of the frequencies.
@@ -345,7 +356,8 @@ def parts(method: str, coupling: str | Coupling | None = None) -> tuple[str, ...
         raise ValueError(f"calibration {method!r}: use one of {', '.join(SAMPLING)}")
     if coupling is not None and couplings.properties(coupling).common_lengths is False:
         return names
-    return tuple("traceless" if name == "tilt" else name for name in names)
+    tilt = "proposal" if beside_exact else "traceless"
+    return tuple(tilt if name == "tilt" else name for name in names)
 
 
 def _balance(Cq: Array, Ck: Array) -> tuple[Array, Array]:

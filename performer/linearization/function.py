@@ -58,6 +58,7 @@ def linearize(
     calibration: str = "full",
     refine_steps: int = 0,
     keep: int = 0,
+    tolerance: float | None = None,
     where: Callable[[str], bool] | None = None,
     seed: int = 0,
     **exact: int,
@@ -79,8 +80,8 @@ def linearize(
 
     Args:
         function: takes arrays or pytrees of them. Other arguments are static.
-        batches: tuples of its arguments. They are read once, and with `refine_steps` once more for
-            each layer.
+        batches: tuples of its arguments. They are read once, and with `refine_steps` or
+            `tolerance` once more for each layer.
         coupling: of the frequencies; every place and key head has its own draw.
         num_features: m; twice the head_dim if None.
         calibration: method of `performer.calibration.calibrate`.
@@ -90,6 +91,10 @@ def linearize(
             feature and a weight of the far part. Of both, what has the lower error on held-out
             examples serves all layers.
         keep: number of places, those with the largest errors, that stay exact. A scan is one place.
+        tolerance: largest attention error of a layer, mean over heads. `num_features` and
+            `exact_keys` are then limits: each place has the cheapest numbers, down to an eighth of
+            the features, that meet it on all batches, and stays exact if none do. Two exact keys
+            count as one feature. The report's errors are then those on all batches, too.
         where: name -> whether that place is replaced. Names are those of the report: "model.py:57",
             and "model.py:57 #1" for the second place of a line.
         seed: of the frequencies.
@@ -118,7 +123,7 @@ def linearize(
         >>> output = jax.jit(new)(q[:, :, 0])
     """
     given: Any = dict(coupling=coupling, num_features=num_features, calibration=calibration)
-    given |= dict(refine_steps=refine_steps, keep=keep, seed=seed)
+    given |= dict(refine_steps=refine_steps, keep=keep, tolerance=tolerance, seed=seed)
     options = Options.of(batches, **given, **exact)
     seen = observe(function, batches, lambda place: where is None or where(place.name))
     layers, left = [], {name: reason for name, (_, reason) in seen.left.items()}
@@ -141,7 +146,7 @@ def linearize(
     new, report = replacements(measured, partial(examples, function, batches), options)
     by_place: dict[int, list[int]] = {}  # a scan is one place of several layers
     for i in new:
-        by_place.setdefault(layers[i].calls[0][0], []).append(i)
+        by_place.setdefault(layers[i].place, []).append(i)
     settings, arrays = {}, {}
     for number, own in by_place.items():
         each = [Replacement(new[i], layers[i].scale, layers[i].slopes) for i in own]

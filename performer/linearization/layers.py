@@ -1,15 +1,18 @@
 """Measured layers, their calibration, draws and errors: shared by all fronts of `linearize`."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from performer import couplings
+from performer.analysis import by_cost
 from performer.attention import calibration as calibrations
 from performer.attention.refinement import (
     START,
@@ -21,7 +24,6 @@ from performer.attention.refinement import (
     performer_estimate,
     refine_far,
     softmax_attention,
-    squared,
     transfer,
 )
 from performer.linearization.report import Report, rows_of
@@ -51,6 +53,11 @@ class Layer(NamedTuple):
     """Places that it is called at, and steps of the scans around each."""
 
     @property
+    def place(self) -> int:
+        """Number of its first place; layers in a scan have one place."""
+        return self.calls[0][0]
+
+    @property
     def is_causal(self) -> bool:
         """True if queries see no later key."""
         return "causal" in self.kind
@@ -72,8 +79,17 @@ class Options:
     calibration: str = "full"
     refine_steps: int = 0
     keep: int = 0
+    tolerance: float | None = None
     seed: int = 0
     window: Window = NO_WINDOW
+
+    def sizes(self, head_dim: int) -> list[tuple[int, int]]:
+        """Numbers of features and of exact keys to try for a layer, the cheapest first."""
+        most, keys = self.num_features or 2 * head_dim, self.window.exact_keys
+        if self.tolerance is None:
+            return [(most, keys)]
+        even = [most] + [most >> i for i in (1, 2, 3) if most % 2 ** (i + 1) == 0]
+        return by_cost(even, keys)
 
     @classmethod
     def of(cls, batches: Any, **keywords: Any) -> "Options":
@@ -89,6 +105,8 @@ class Options:
         for name, count in counts.items():
             if count < 0:
                 raise ValueError(f"{name} must not be negative, got {count}")
+        if own.tolerance is not None and not own.tolerance > 0:
+            raise ValueError(f"tolerance must be positive, such as 0.1, got {own.tolerance}")
         if window.exact_first and not window.exact_window:
             raise ValueError(f"{window}: first keys go with an exact_window; give that one, too")
         if hasattr(batches, "shape"):
@@ -96,10 +114,11 @@ class Options:
                 "batches must be a list of batches, and this is one array of shape"
                 f" {batches.shape}: pass [x]"
             )
-        if own.refine_steps and iter(batches) is batches:
+        if (own.refine_steps or own.tolerance) and iter(batches) is batches:
+            name = "refine_steps" if own.refine_steps else "tolerance"
             raise ValueError(
-                "refine_steps reads the batches once for each layer, and these can be read only"
-                " once: pass a list of them"
+                f"{name} reads the batches once for each layer, and these can be read only once:"
+                " pass a list of them"
             )
         return own
 
@@ -109,62 +128,96 @@ def replacements(
 ) -> tuple[dict[int, Linear], Report]:
     """Attention of the layers that do not stay exact, by number, and the report of all."""
     layers, drawn = measured.layers, draw(measured.layers, examples, options)
-    errors = list(map(errors_of, layers, drawn))
-    places = [layer.calls[0][0] for layer in layers]  # a scan is one place of several layers
-    kept = list(dict.fromkeys(places[i] for i in worst(errors)))[: options.keep]
-    exact = {i for i, place in enumerate(places) if place in kept}
-    new = {i: linear for i, linear in enumerate(drawn) if i not in exact}
-    return new, report_of(measured, errors, exact)
+    largest: dict[int, float] = {}  # error of a layer of each place
+    for layer, (_, errors) in zip(layers, drawn, strict=True):
+        largest[layer.place] = max(mean(errors), largest.get(layer.place, 0.0))
+    limit = math.inf if options.tolerance is None else options.tolerance
+    ordered = sorted(largest, key=lambda x: -largest[x])
+    kept = [x for i, x in enumerate(ordered) if i < options.keep or largest[x] > limit]
+    new = {i: linear for i, (linear, _) in enumerate(drawn) if layers[i].place not in kept}
+    rows = []
+    for i, (layer, (linear, errors)) in enumerate(zip(layers, drawn, strict=True)):
+        sizes = {"m": linear.frequencies.shape[-2], "exact keys": linear.window.exact_keys}
+        rows += rows_of(i, layer.path, i not in new, sizes, errors)
+    return new, Report(rows, measured.left)
 
 
-def draw(
-    layers: list[Layer], examples: Callable[[Layer], Sample], options: Options
-) -> list[Linear]:
+Drawn = tuple[Linear, dict[str, Float[Array, " n"]]]
+"""Attention of a layer, and its `head_errors`."""
+
+
+def draw(layers: list[Layer], examples: Callable[[Layer], Sample], options: Options) -> list[Drawn]:
     """Attention for each layer: drawn, calibrated, and refined on all its `examples`.
 
-    Beside a window there are two ways to refine: the frequencies move, or all parameters of `Far`
-    do. The way with the lower error on held-out examples serves all layers.
+    With a tolerance the layers of a place have the cheapest sizes that meet it on all examples, or
+    else the largest. If features of far keys are learned, too, the way with the lower error on
+    held-out examples serves all layers.
     """
-    coupling, m, calibration, steps, _, seed, window = vars(options).values()
-    drawn, learned, gain = [], [], 0.0
-    for key, layer in zip(jax.random.split(jax.random.key(seed), len(layers)), layers, strict=True):
-        heads, head_dim = layer.sample.key.shape[-2:]
-        itself = layer.sample.query.shape[1] == layer.sample.key.shape[1]
-        own, fitted = window if itself else window._replace(exact_window=0, exact_first=0), None
-        if layer.kind != "of keys" or layer.slopes is not None:
-            own = own._replace(exact_keys=0)
-        if calibrations.parts(calibration):
-            fitted = calibrations.fit(layer.moments.astype(jnp.float32), calibration, coupling)
-        w = couplings.draw(key, coupling, m or 2 * head_dim, head_dim, heads)
-        linear = far = Linear(w, fitted, window=own)
-        if steps:
-            sample = examples(layer)
-            how: Any = dict(steps=steps, is_causal=layer.is_causal)
-            moved = transfer(performer_estimate, w, linear, sample, **how)
-            linear = far = replace(linear, frequencies=moved)
-            if own.exact_window:
-                kind: Any = dict(method=calibration, coupling=coupling, is_causal=layer.is_causal)
-                start, fitted = calibrated_far(w, own, sample, **kind)
-                start = Far.of(START * start.of_key)
-                best = refine_far(start, fitted, own, sample, **how)
-                far = Linear(best.of_key, None, best.of_query, best.weights, own)
-                unseen = layer._replace(sample=parted(sample)[1])
-                errors = (jnp.mean(errors_of(unseen, x)["attention error"]) for x in (linear, far))
-                gain += float(next(errors) - next(errors))
-        drawn.append(linear)
-        learned.append(far)
-    return learned if gain > 0 else drawn
+    keys = jax.random.split(jax.random.key(options.seed), len(layers))
+    limit = math.inf if options.tolerance is None else options.tolerance
+    ways: dict[int, list[Drawn]] = {}
+    total, gains = 0.0, []
+    for place in dict.fromkeys(layer.place for layer in layers):
+        numbers = [i for i, layer in enumerate(layers) if layer.place == place]
+        own, read = [layers[i] for i in numbers], examples
+        if options.tolerance is not None:
+            own = [layer._replace(sample=examples(layer)) for layer in own]
+            read = attrgetter("sample")
+        for sizes in options.sizes(own[0].sample.key.shape[-1]):
+            gains = []
+            for i, layer in zip(numbers, own, strict=True):
+                found, gain = draw_layer(keys[i], layer, read, options, *sizes)
+                gains.append(gain)
+                ways[i] = [(x, head_errors(layer.sample, x, layer.is_causal)) for x in found]
+            if all(mean(ways[i][0][1]) <= limit for i in numbers):
+                break
+        total += sum(gains)
+    return [ways[i][-1 if total > 0 else 0] for i in range(len(layers))]
 
 
-def worst(errors: list[dict[str, Array]]) -> list[int]:
-    """Return the numbers of the layers, those with the largest errors first."""
-    means = [float(jnp.mean(own["attention error"])) for own in errors]
-    return sorted(range(len(means)), key=lambda i: -means[i])
+def draw_layer(
+    key: PRNGKeyArray,
+    layer: Layer,
+    examples: Callable[[Layer], Sample],
+    options: Options,
+    m: int,
+    exact_keys: int,
+) -> tuple[list[Linear], float]:
+    """Attention of one layer; beside a window that is refined a second way, and what it gains.
+
+    Frequencies move, or all parameters of `Far` do.
+    """
+    coupling, calibration, steps = options.coupling, options.calibration, options.refine_steps
+    window, fitted = options.window._replace(exact_keys=exact_keys), None
+    heads, head_dim = layer.sample.key.shape[-2:]
+    if layer.sample.query.shape[1] != layer.sample.key.shape[1]:
+        window = window._replace(exact_window=0, exact_first=0)
+    if layer.kind != "of keys" or layer.slopes is not None:
+        window = window._replace(exact_keys=0)
+    if calibrations.parts(calibration):
+        moments = layer.moments.astype(jnp.float32)
+        fitted = calibrations.fit(moments, calibration, coupling, window.is_mixed)
+    w = couplings.draw(key, coupling, m, head_dim, heads)
+    linear = Linear(w, fitted, window=window)
+    if not steps:
+        return [linear], 0.0
+    sample = examples(layer)
+    how: Any = dict(steps=steps, is_causal=layer.is_causal)
+    linear = replace(linear, frequencies=transfer(performer_estimate, w, linear, sample, **how))
+    if not window.exact_window:
+        return [linear], 0.0
+    kind: Any = dict(method=calibration, coupling=coupling, is_causal=layer.is_causal)
+    start, fitted = calibrated_far(w, window, sample, **kind)
+    best = refine_far(Far.of(START * start.of_key), fitted, window, sample, **how)
+    far = Linear(best.of_key, None, best.of_query, best.weights, window)
+    unseen = parted(sample)[1]
+    before, after = (mean(head_errors(unseen, x, layer.is_causal)) for x in (linear, far))
+    return [linear, far], before - after
 
 
-def errors_of(layer: Layer, attention: Linear) -> dict[str, Float[Array, " n"]]:
-    """Errors of attention on the examples of the layer, as `head_errors` returns them."""
-    return head_errors(layer.sample, attention, layer.is_causal)
+def mean(errors: dict[str, Float[Array, " n"]]) -> float:
+    """Attention error of a layer, mean over heads."""
+    return float(jnp.mean(errors["attention error"]))
 
 
 @partial(jax.jit, static_argnames="is_causal")
@@ -175,38 +228,32 @@ def head_errors(
 
     "attention error" is |A^ - A|^2 / |A|^2, and "uniform attention" the same of a mean over all
     keys. "|q|^2" and "|k|^2" are means after the factor sqrt(scale) each, and "keys attended to" is
-    e to the mean entropy of a row of A.
+    e to the mean entropy of a row of A. Matrices of one example exist at a time.
     """
-    exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
-    estimate = performer_estimate(attention.frequencies, attention, sample, is_causal)
-    entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), axis=-1)
-    rows = jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)
     groups = sample.query.shape[2] // sample.key.shape[2]
 
-    def squared_length(x, exists):
+    def squared_lengths(x, exists):
         lengths = jnp.where(exists[..., None], jnp.sum(x**2, axis=-1), 0)
-        return jnp.sum(lengths, (0, 1)) / jnp.sum(exists, dtype=x.dtype) / x.shape[-1] ** 0.5
+        return jnp.sum(lengths, (0, 1)), jnp.sum(exists, dtype=x.dtype) * x.shape[-1] ** 0.5
 
-    return {
-        "attention error": squared(estimate, exact, pairs),
-        "uniform attention": uniform_error(sample, is_causal),
-        "|q|^2": squared_length(sample.query, sample.queries),
-        "|k|^2": jnp.repeat(squared_length(sample.key, sample.keys), groups),
-        "keys attended to": jnp.exp(jnp.sum(entropy, (0, 2)) / rows),
-    }
+    def fractions(example):
+        own = jax.tree.map(lambda x: x[None], example)
+        exact, pairs = softmax_attention(own, is_causal), own.pairs(is_causal)
+        uniform = pairs / jnp.maximum(jnp.sum(pairs, axis=-1, keepdims=True), 1)
+        estimate = performer_estimate(attention.frequencies, attention, own, is_causal)
+        entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), (0, 2, 3))
+        differences = (jnp.where(pairs, x - exact, 0) for x in (estimate, uniform))
+        error, of_uniform = (jnp.sum(x**2, (0, 2, 3)) for x in differences)
+        size = jnp.sum(exact**2, (0, 2, 3))
+        lengths, count = squared_lengths(own.key, own.keys)
+        return {
+            "attention error": (error, size),
+            "uniform attention": (of_uniform, size),
+            "|q|^2": squared_lengths(own.query, own.queries),
+            "|k|^2": (jnp.repeat(lengths, groups), count),
+            "keys attended to": (entropy, jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)),
+        }
 
-
-def uniform_error(sample: Sample, is_causal: bool = False) -> Float[Array, " n"]:
-    """Error `squared` of the mean over all keys that a query sees."""
-    exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
-    seen = pairs.astype(exact.dtype)
-    uniform = seen / jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True), 1)
-    return squared(uniform, exact, pairs)
-
-
-def report_of(measured: Measured, errors: list[dict[str, Array]], kept: set[int]) -> Report:
-    """Report of all layers, from their `errors_of`."""
-    rows = []
-    for number, (layer, own) in enumerate(zip(measured.layers, errors, strict=True)):
-        rows += rows_of(number, layer.path, "exact" if number in kept else "linear", own)
-    return Report(rows, measured.left)
+    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(fractions, sample))
+    numbers = {name: above / below for name, (above, below) in sums.items()}
+    return numbers | {"keys attended to": jnp.exp(numbers["keys attended to"])}

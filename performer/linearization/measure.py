@@ -222,10 +222,11 @@ class Read(NamedTuple):
 def read(values: Values, place: Place) -> Read:
     """Measure a place; queries come as if the scale were 1 / sqrt(h)."""
     query, key, value = values.operands(place)
-    bias = values.scores(place, 0.0)
+    zero = jax.lax.optimization_barrier(jnp.zeros(()))  # XLA folds constants for minutes
+    bias = values.scores(place, zero)
     dtype = float32_or_wider(query, key)
     query, key, bias = (x.astype(dtype) for x in (query, key, bias))
-    slope = (values.scores(place, FILL).astype(dtype) - bias) / FILL
+    slope = (values.scores(place, zero + FILL).astype(dtype) - bias) / FILL
     seen = bias > MASKED
     scale = jnp.max(jnp.where(seen, slope, -jnp.inf), axis=(2, 3))
     scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
@@ -264,7 +265,8 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     dtypes = (output.dtype, value.dtype, values.operands(place)[0].dtype)
     tolerance = max(TOLERANCE.get(jnp.dtype(x).name, 0.05) for x in dtypes)
     seen = bias > MASKED
-    slope = (values.scores(place, 2 * FILL).astype(bias.dtype) - bias) / (2 * FILL)
+    fill = jax.lax.optimization_barrier(jnp.float32(2 * FILL))
+    slope = (values.scores(place, fill).astype(bias.dtype) - bias) / (2 * FILL)
     bend = jnp.where(seen, jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None]), 0)
     slopes, alibi = alibi_slopes(bias, seen)
     count = jnp.float32(sample.queries.size)

@@ -23,6 +23,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 Ref = tuple
@@ -195,7 +196,7 @@ class Values:
             output = primitive.bind(*map(read, op.inputs), **parameters)
         return output if primitive.multiple_results else [output]
 
-    def scores(self, place: Place, fill: float) -> Array:
+    def scores(self, place: Place, fill: ArrayLike) -> Array:
         """(b, n, t, s): what enters the softmax if all products of queries and keys are `fill`."""
         shape = self.program.ops[place.scores].equation.outvars[0].aval
         new = {place.scores: [jnp.full(shape.shape, fill, shape.dtype)]}

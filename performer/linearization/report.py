@@ -16,8 +16,8 @@ class Report:
 
     Attributes:
         rows: a record for each layer and head that was measured: "path", "layer" (its number, in
-            the order of calls), "head", "attention" ("linear", or "exact" if kept), and the
-            numbers of `layers.head_errors`.
+            the order of calls), "head", "attention" ("linear", or "exact" if kept), the sizes "m"
+            and "exact keys", and the numbers of `layers.head_errors`.
         left: path -> why its attention stayed as it was.
     """
 
@@ -84,6 +84,8 @@ class Report:
 
 
 COLUMNS = {
+    "m": "   m",
+    "exact keys": "exact keys",
     "attention error": "    error",
     "uniform attention": "  uniform",
     "|q|^2": "   |q|^2",
@@ -94,12 +96,17 @@ COLUMNS = {
 
 
 def rows_of(
-    number: int, path: str, attention: str, errors: Mapping[str, Float[Array, " n"]]
+    number: int,
+    path: str,
+    is_kept: bool,
+    sizes: Mapping[str, int],
+    errors: Mapping[str, Float[Array, " n"]],
 ) -> list[dict[str, Any]]:
     """The records of one layer."""
     heads = zip(*(np.asarray(x).tolist() for x in errors.values()), strict=True)
+    attention = "exact" if is_kept else "linear"
     return [
-        {"path": path, "layer": number, "head": head, "attention": attention}
+        {"path": path, "layer": number, "head": head, "attention": attention, **sizes}
         | dict(zip(errors, numbers, strict=True))
         for head, numbers in enumerate(heads)
     ]

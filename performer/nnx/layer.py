@@ -110,7 +110,8 @@ class PerformerAttention(nnx.Module):
         self.frequencies = Frequencies(
             couplings.draw(rngs.frequencies(), coupling, num_features, head_dim, num_heads)
         )
-        self.method = "+".join(calibrations.parts(calibration, coupling)) or "none"
+        names = calibrations.parts(calibration, coupling, self.window.is_mixed)
+        self.method = "+".join(names) or "none"
         self.momentum, self.num_queries = momentum, num_queries
         self.use_running_average, self.axis_name = use_running_average, axis_name
         self.split = split

@@ -53,15 +53,16 @@ def linearize(
     Args:
         model: any module. It is not changed.
         batches: inputs of the model: arrays, tuples of arguments, or dicts of them by name; with
-            `call`, anything. They are read once, and with `refine_steps` once more for each layer.
+            `call`, anything. They are read once, and with `refine_steps` or `tolerance` once more
+            for each layer.
         where: path -> whether that layer is replaced, as `lambda path: "encoder" in path`; all if
             None. Paths are those of the report, as "blocks.0.attention".
         call: (model, batch) -> output, for a model that is called otherwise.
         measured: result of `measure` on this model, to leave out the first passes.
-        options: `coupling`, `num_features`, `calibration`, `refine_steps`, `keep`, `seed` and exact
-            pairs, as of `performer.linearize`. By default m is twice the head_dim of a layer, which
-            with head_dim 16 kept 97% of the accuracy without a gradient, and 99% refined (docs,
-            "Results").
+        options: `coupling`, `num_features`, `calibration`, `refine_steps`, `keep`, `tolerance`,
+            `seed` and exact pairs, as of `performer.linearize`. By default m is twice the head_dim
+            of a layer, which with head_dim 16 kept 97% of the accuracy without a gradient, and 99%
+            refined (docs, "Results").
 
     Returns:
         A new model of the same parameters, in evaluation mode, and the report.
