@@ -6,14 +6,6 @@ import math
 import numpy as np
 
 
-def softmax_attention(query, key, value):
-    """softmax(q.k / sqrt(h)) v."""
-    logits = np.einsum("btnh,bsnh->bnts", query, key) / math.sqrt(query.shape[-1])
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("bnts,bsnv->btnv", weights, value)
-
-
 def positive_features(x, frequencies, kernel):
     """sqrt(1/m) exp(w.x - c |x|^2), c = 1/2 (softmax) or 1 (gaussian)."""
     factor = {"softmax": 0.5, "gaussian": 1.0}[kernel]

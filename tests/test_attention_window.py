@@ -44,6 +44,7 @@ def test_the_kernel_estimate_is_unbiased():
         assert abs(z) < stats.norm.isf(1e-4 / 6 / 2), (i, j, z)
 
 
+@pytest.mark.thorough
 def test_gradients_beside_exact_keys():
     """Gradients for a constant choice: central differences in float64."""
     with jax.enable_x64(True):

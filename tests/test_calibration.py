@@ -238,7 +238,7 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize("feature_map", ["hyperbolic", LEARNED])
-@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("window", tiers([3, 0], 1))
 def test_shift_and_scale_serve_every_map_of_softmax(feature_map, window):
     """They are those of queries and keys alone: moved before the call, nothing else changes."""
     fitted = calibrate(QUERY, KEY, method="shift+scale")

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from performer import copula, couplings, features, testing, theory
+from tests.tiers import tiers
 
 D = 4
 THETA = jax.random.normal(jax.random.key(0), (D * (D - 1) // 2,))
@@ -42,7 +43,9 @@ def test_rows_are_normal():
     testing.assert_gaussian_marginals(copula.orthogonal(30 * THETA), 2 * D, D)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("pnc", copula.pairwise), ("pm", copula.monotone)])
+@pytest.mark.parametrize(
+    ("name", "limit"), tiers([("pnc", copula.pairwise), ("pm", copula.monotone)], 1, lambda x: x[0])
+)
 def test_expresses(name, limit):
     """The mean squared kernel error over 40,000 draws is that coupling's, within 5 standard errors.
 
@@ -67,6 +70,7 @@ def test_expresses(name, limit):
     assert abs(of_orf - want) > 20 * error
 
 
+@pytest.mark.thorough
 def test_learning_recovers_pnc_from_a_random_start():
     """VRC Fig. 6: at most 2% above PNC's error, where independent lengths are 15% above."""
     x = jax.random.normal(jax.random.key(4), (32, D)) / D**0.5

@@ -7,9 +7,10 @@ import pytest
 
 from performer import directions, norms
 from tests import oracles
+from tests.tiers import tiers
 
 
-@pytest.mark.parametrize(("m", "d"), [(1, 1), (2, 5), (64, 64)])
+@pytest.mark.parametrize(("m", "d"), tiers([(2, 5), (1, 1), (64, 64)], 1))
 def test_haar_rows_are_orthonormal(m, d):
     rows = np.asarray(directions.haar(jax.random.key(1), m, d), np.float64)
     np.testing.assert_allclose(rows @ rows.T, np.eye(m), atol=2e-6)
@@ -55,7 +56,7 @@ def test_simplex_keeps_the_angles_and_is_rotated():
         directions.simplex(jax.random.key(0), jnp.ones(1), 1)
 
 
-@pytest.mark.parametrize("d", [3, 64])
+@pytest.mark.parametrize("d", tiers([3, 64], 1))
 def test_simplex_weighted_is_at_its_optimum(d):
     """SimRF Eq. 16: each vector points away from the resultant of the others."""
     lengths = norms.independent(jax.random.key(1), d, d)
@@ -76,7 +77,7 @@ def test_simplex_weighted_with_one_dominant_length():
     np.testing.assert_allclose(units[1:] @ units[0], -1, atol=1e-4)
 
 
-@pytest.mark.parametrize(("d", "ratio"), [(4, 0.88), (16, 1.0)])
+@pytest.mark.parametrize(("d", "ratio"), tiers([(4, 0.88), (16, 1.0)], 1))
 def test_hadamard_moments(d, ratio):
     """Covariance I/d, and the fourth moment that the docstring states (5 standard errors)."""
     draws = 20_000

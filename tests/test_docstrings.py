@@ -32,7 +32,13 @@ COSTLY = (
     *("recommend", "attention_error", "refine_far", "calibrate", "learn", "matern", "sample"),
     *("linearize", "measure", "GraphAttention", "RandomFeatures", "GaussianProcess"),
     *("spherical_radial", "transfer", "PerformerAttention", "performer_attention"),
-    *("masked_attention", "random_features", "random_butterfly"),
+    *(
+        "masked_attention",
+        "random_features",
+        "random_butterfly",
+        "Blocks",
+        "performer_attention_fn",
+    ),
 )
 """Examples that cost more than a second."""
 

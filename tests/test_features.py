@@ -12,7 +12,6 @@ from performer import features, performer_attention
 from performer.features import FeatureMap
 from tests import oracles
 from tests.attention_inputs import close, inputs
-from tests.tiers import tiers
 
 X = jax.random.normal(jax.random.key(0), (5, 6))
 W = jax.random.normal(jax.random.key(1), (7, 6))
@@ -78,7 +77,8 @@ def squares(projections, half):
     return jnp.zeros_like(half), projections**2
 
 
-@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_causal", [True, False])
 def test_maps_that_are_on_no_list_work_in_attention(is_causal, small_chunks):
     """Against quadratic attention with these features; no feature in common gives 0."""
     query, key, value, w = inputs(t=22)

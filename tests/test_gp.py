@@ -68,6 +68,7 @@ def test_fit_holds_what_is_fixed_and_takes_one_lengthscale_for_each_dimension():
         process.fit(X, Y, fixed=("lengthscales",))
 
 
+@pytest.mark.thorough
 def test_a_process_of_random_features():
     """Predictions are `condition_features` of its features; fitted is their likelihood."""
     w = kernels.frequencies(jax.random.key(0), "gaussian", 16, 3)

@@ -54,7 +54,7 @@ def step_by_step(rng, count, num_walks, p_halt, offset):
 
 # Above 1 / 2 two antithetic walks may halt at once.
 @pytest.mark.parametrize("p_halt", tiers([0.7, 0.1], 1))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers(CASES, ["antithetic", "ensemble", "sigma"]))
 def test_every_length_is_geometric(case, p_halt):
     lengths = draw(CASES[case], 5, p_halt)
     chances = p_halt * (1 - p_halt) ** np.arange(200)
@@ -66,7 +66,13 @@ def test_every_length_is_geometric(case, p_halt):
 
 @pytest.mark.parametrize(
     ("size", "offset", "p_halt"),
-    [(2, 0.5, 0.3), (2, 0.5, 0.7), (2, 0.2, 0.3), (3, 0.15, 0.3), (4, 0.25, 0.25), (3, 0.4, 0.4)],
+    tiers(
+        [
+            *((2, 0.5, 0.3), (4, 0.25, 0.25), (2, 0.5, 0.7)),
+            *((2, 0.2, 0.3), (3, 0.15, 0.3), (3, 0.4, 0.4)),
+        ],
+        3,
+    ),
 )
 def test_the_joint_law_is_that_of_termination_step_by_step(size, offset, p_halt):
     """Counts of all patterns of lengths 0, 1, 2, 3+: two samples, chi-square of homogeneity."""

@@ -13,6 +13,7 @@ from scipy import stats
 from performer.graphs import Graph, couplings, graph_random_features, kernels
 from tests.covering import covering_array
 from tests.graph_examples import blocks, laplacian
+from tests.tiers import tiers
 
 ALARM = 1e-6
 """The rate of false alarms of all rows together, as far as their means have a normal law."""
@@ -120,7 +121,7 @@ def all_scores(row, seed):
     return np.concatenate([scores(found @ v, expected @ v) for found, expected in pairs])
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)))
+@pytest.mark.parametrize("number", tiers(range(len(ROWS)), 10))
 def test_a_row(number):
     found = all_scores(ROWS[number], number)
     count = sum(6 * len(root_and_matrix(row)) for row in ROWS)  # or half as many again

@@ -21,6 +21,7 @@ def test_the_root_of_a_series(power):
     np.testing.assert_allclose(product[:20], series(20), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_products_are_those_of_the_dense_matrices():
     kernel = stitched.stitched(
         jax.random.key(0), karate(), kernels.Diffusion(2.0), 3, num_walks=2, p_halt=0.3

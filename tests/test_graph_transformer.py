@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from experiments.graphs import search, stretches, transformer
-from performer.graphs import features, kernels
 from tests.graph_examples import karate
 from tests.small import read_csv
 
@@ -52,19 +51,6 @@ def test_search_finds_the_best_of_few_nodes(tmp_path):
     rows = read_csv(tmp_path / "search.csv")
     assert [row["observed"] for row in rows] == ["8", "16", "24", "32"]
     assert float(rows[-1]["Thompson sampling"]) <= float(rows[-1]["random"])
-
-
-def test_errors_of_stretches():
-    """Errors of one stretch: those of two ensembles of ordinary walks of as many visits."""
-    found = stretches.errors(karate(), 1.0, 1, 0.5, 10)
-    options = dict(num_walks=32, p_halt=0.5, unbiased_diagonal=True)
-    exact, errors = np.asarray(kernels.Diffusion(1.0).dense(karate())), []
-    for seed in range(10):
-        gram = features.graph_random_features(
-            transformer.jax.random.key(seed), karate(), kernels.Diffusion(1.0), **options
-        ).gram()
-        errors.append(np.linalg.norm(gram - exact) / np.linalg.norm(exact))
-    assert found.mean() == pytest.approx(np.mean(errors), rel=0.15)
 
 
 def test_stitched_walks_have_smaller_errors_for_kernels_that_reach_far():

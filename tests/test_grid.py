@@ -91,6 +91,7 @@ def test_a_vit_learns_its_mask():
     assert jnp.isfinite(own["joined"][...]).all()
 
 
+@pytest.mark.thorough
 def test_alibi_has_a_slope_for_each_head():
     model = new_vit(small_config(attention=config.Attention(mask="alibi", num_features=8)))
     slopes = model.blocks[0].attention.attention_fn.estimate["alibi_slopes"]

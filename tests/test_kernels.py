@@ -48,6 +48,7 @@ def test_arc_cosine():
         np.testing.assert_allclose(exact, 1.3**2 * want, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_arc_cosine_at_the_origin_and_near_by():
     """At the origin the features are 1/2 and 0; small angles keep their digits."""
     points = jnp.concatenate([jnp.zeros((1, 3)), X])

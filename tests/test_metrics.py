@@ -97,12 +97,3 @@ def test_a_damaged_line_of_a_log_costs_itself_alone(tmp_path):
     content = written(log)
     log.write_bytes(content.replace(b'"step": 2', b'"stop": 2').replace(b"{", b"[", 1))
     assert metrics.keep_up_to(log, 4) == LOG[2:] == metrics.read(log)
-
-
-def test_a_log_that_ends_before_the_checkpoint_is_told(tmp_path, capsys):
-    log = tmp_path / "metrics.jsonl"
-    written(log)
-    assert metrics.keep_up_to(log, 6) == LOG
-    assert "ends at step 4, the checkpoint is of step 6: records are missing" in (
-        capsys.readouterr().out
-    )

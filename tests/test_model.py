@@ -27,7 +27,9 @@ def forward(model):
     return model(jnp.asarray(IMAGES))
 
 
-@pytest.mark.parametrize(("pooling", "position"), [("token", "learned"), ("mean", "sincos")])
+@pytest.mark.parametrize(
+    ("pooling", "position"), tiers([("token", "learned"), ("mean", "sincos")], 1)
+)
 def test_shapes_and_intermediates(pooling, position):
     model = vit(model=config.Model("XS/2", pooling=pooling, position=position))
     logits, intermediates = forward(model)
@@ -60,6 +62,7 @@ def test_variants_have_the_published_sizes(variant, millions):
     assert (count - head) / 1e6 == pytest.approx(millions, rel=0.05)
 
 
+@pytest.mark.thorough
 def test_only_the_frequencies_depend_on_coupling_and_kind():
     """Layers and heads have their own, unless heads share them."""
     shared = config.Attention(coupling="iid-antithetic", num_features=4, share_heads=True)

@@ -33,6 +33,7 @@ def ones(settings):
     return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params)
 
 
+@pytest.mark.thorough
 def test_layers_learn_by_their_distance_from_the_head(tiny):
     """Rate and decay of weights, against AdamW alone: 0.5 of it for each layer in between."""
     settings = small_config(model=config.Model("XS/4", pre_logits=True))

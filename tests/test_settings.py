@@ -14,6 +14,7 @@ import oracles
 import pytest
 
 from performer import couplings, features, graphs, norms, performer_attention, quadrature
+from tests.tiers import tiers
 
 
 @contextmanager
@@ -38,6 +39,7 @@ def test_draws_have_the_same_bits():
             chex.assert_trees_all_equal(jax.jit(lambda: list(draws()))(), wanted)
 
 
+@pytest.mark.thorough
 def test_walks_draw_the_same_lengths():
     """Of all couplings of walks; a graph's numbers have JAX's default dtype, lengths are exact."""
     draw = lambda: [  # noqa: E731
@@ -54,7 +56,7 @@ MAPS = features.MAPS | {"arc-cosine 1": features.arc_cosine(1)}
 
 
 @pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", tiers([True, False], 1))
 def test_features_have_the_dtype_of_their_points(name, weighted):
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((2, 5, 4)), rng.standard_normal((6, 4), np.float32)

@@ -109,19 +109,6 @@ def test_the_global_setting_of_jax_changes_nothing():
     np.testing.assert_array_equal(narrow, features.transform(X.astype(np.float32)))
 
 
-def test_random_state():
-    features = RandomFeatures("halton", random_state=1)
-    first = features.fit_transform(X)
-    np.testing.assert_array_equal(features.fit_transform(X), first)
-    np.testing.assert_array_equal(clone(features).fit_transform(X), first)
-    state = np.random.RandomState(1)
-    features.set_params(random_state=state)
-    np.testing.assert_array_equal(features.fit_transform(X), first)
-    assert not np.allclose(features.fit_transform(X), first)  # the state has moved on
-    features.set_params(random_state=None)
-    assert not np.allclose(features.fit_transform(X), features.fit_transform(X))
-
-
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [

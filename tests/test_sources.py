@@ -262,19 +262,6 @@ def cut(name, end):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:end])
 
 
-def written(name, content):
-    return lambda folder: (folder / name).write_bytes(content)
-
-
-def removed(name):
-    return lambda folder: (folder / name).unlink()
-
-
-def named(name):
-    """A class has another name."""
-    return lambda folder: (folder / "cat").rename(folder / name)
-
-
 def flipped(folder):
     """A member whose checksum is wrong is the end of the archive for tarfile."""
     content = bytearray((folder / VAL).read_bytes())
@@ -301,17 +288,6 @@ def parquet(**options):
     return lambda folder: write_parquet(folder / "x.parquet", **options)
 
 
-def labels(*values, column="label", name="x"):
-    """A parquet file of these labels."""
-
-    def write(folder):
-        columns = pyarrow.table({"image": [picture(1)] * len(values), column: list(values)})
-        pyarrow.parquet.write_table(columns, folder / f"{name}.parquet")
-
-    return write
-
-
-UNPRINTABLE = "has a line break, an outer blank or an unprintable"
 TRAINING = partial(write_folders, train=slice(17), val=slice(3))
 DAMAGED = [
     (write_idx, cut("train-images-idx3-ubyte", -1), "cannot reshape array of size 419"),
@@ -323,9 +299,9 @@ DAMAGED = [
     ),
     (TRAINING, lambda f: (f / "validation/cat").mkdir(parents=True), "both val/ and validation/"),
     (TRAINING, lambda f: (f / "train/cat").rename(f / "train/cow"), "classes that train/ lacks"),
-    (write_folders, named("\x1b[2J"), UNPRINTABLE),
+    (write_folders, lambda f: (f / "cat").rename(f / "\x1b[2J"), "or an unprintable"),
     (write_ilsvrc2012, flipped, f"{VAL} cannot be read: .* at byte 1,024"),
-    (write_ilsvrc2012, removed(VAL), f"{VAL} cannot be read"),
+    (write_ilsvrc2012, lambda f: (f / VAL).unlink(), f"{VAL} cannot be read"),
     (write_ilsvrc2012, lambda f: tar(f / VAL, {"0.JPEG": b""}), "cannot be read: '0.JPEG'"),
     (lines(b"file,a,b", b"p0.png,cat,x", b"p1.png,dog,y"), None, "which column .* there are a, b"),
     (lines(b"file,label", b"p0.png,", b"p1.png,a"), None, "the class '' in .* is empty"),
@@ -335,7 +311,7 @@ DAMAGED = [
     (npz(images=images(), labels=NUMBERS), cut("pictures.npz", 100), "pictures.npz cannot be read"),
     (parquet(label="a", b=["x"] * 17), None, "which column holds the classes.*there are a, b"),
     (parquet(names=["cat", "dog"]), None, "'label' has 2, but the classes are 0 to 1"),
-    (labels("a", "b"), cut("x.parquet", 100), "x.parquet cannot be read as a parquet file"),
+    (parquet(), cut("x.parquet", 100), "x.parquet cannot be read as a parquet file"),
 ]
 
 

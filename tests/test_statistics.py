@@ -38,14 +38,6 @@ def test_holm_by_hand():
     assert statistics.holm([]) == []
 
 
-def test_power_is_how_often_the_test_finds_the_effect():
-    """20,000 simulated comparisons of 6 seeds: the share has standard error 0.0035; 4 of them."""
-    draws = np.random.default_rng(0).normal(0.8, 1.0, (20_000, 6))
-    found = stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.05
-    assert statistics.power(0.8, 1.0, 6) == pytest.approx(found.mean(), abs=0.014)
-    assert statistics.power(-0.8, 1.0, 6) == pytest.approx(statistics.power(0.8, 1.0, 6))
-
-
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 3.0])
 def test_seeds_needed_is_the_first_count_that_suffices(ratio):
     count = statistics.seeds_needed(ratio, 1.0)

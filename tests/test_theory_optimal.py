@@ -12,6 +12,7 @@ import pytest
 from scipy import optimize, special, stats
 
 from performer import directions, theory
+from tests import oracles
 
 BASES = ("iid", "orf", "simrf", "pnc", "pm", "simplex*monotone")
 
@@ -156,13 +157,6 @@ def test_vrc_theorem_3_5(d):
             assert theory.kernel_mse(name, x, x, 2) > least
 
 
-def printed_simplex(d):
-    """The unit vectors of SimRF Eq. 9, as rows."""
-    rows = d**0.5 * np.eye(d) - (d**0.5 + 1) / (d - 1) * (np.arange(d) < d - 1)
-    rows[-1] = np.arange(d) < d - 1
-    return rows / (d - 1) ** 0.5
-
-
 @pytest.mark.parametrize("v", [0.3, 1.5, 4.0])
 def test_simrf_lemma_a_1(v):
     """At equal lengths the simplex reaches Jensen's bound (Eq. 40); 201 other arrangements do not.
@@ -170,7 +164,7 @@ def test_simrf_lemma_a_1(v):
     Only there are all |u_i + u_j|^2 equal and the u_i add up to 0: then they are 2 (d - 2)/(d - 1).
     """
     d = 4
-    lengths, simplex = np.full(d, 1.7), printed_simplex(d)
+    lengths, simplex = np.full(d, 1.7), oracles.simplex_rows(d)
     bound = special.hyp0f1(d / 2, v**2 * 1.7**2 * 2 * (d - 2) / (d - 1) / 4)
     assert mean_conformity(lengths, simplex, v) == pytest.approx(bound, rel=1e-12)
     for units in arrangements(simplex):
