@@ -20,7 +20,7 @@ from tests.zoo import HEAD, HEADS, LEFT, LENGTHS, LINEAR, SEGMENTS, TRIL, B, T
 EXACT = dict(exact_window=1000, num_features=4)
 """All keys are exact: the new function is the old one."""
 CORE = [zoo.encoder_decoder]
-CORE += [zoo.t5_bias, zoo.soft_cap, zoo.flash_kernel, zoo.cross]
+CORE += [zoo.t5_bias, zoo.dropout, zoo.flash_kernel, zoo.cross]
 """Models of the core; the others, whose ways to write attention are like theirs, are thorough."""
 
 
