@@ -23,7 +23,16 @@ if __name__ == "__main__":
 """
 
 
-def test_the_program_runs_as_main_and_names_the_script(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("script", "typed", "named"),
+    [
+        ("script", "bin/script", "bin/script next"),
+        ("python -m tools", "/folder/tools/__main__.py", "python -m tools next"),
+    ],
+)
+def test_the_program_runs_as_main_and_names_the_script(
+    tmp_path, monkeypatch, capsys, script, typed, named
+):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "one.py").write_text(f'"""Does one thing.\n\nMore."""\n{PROGRAM}')
     (tmp_path / "tools" / "part.py").write_text('"""Is imported."""')
@@ -31,6 +40,6 @@ def test_the_program_runs_as_main_and_names_the_script(tmp_path, monkeypatch, ca
     found = cli.programs("tools")
     assert found == {"one": ("tools.one", "Does one thing.")}
     monkeypatch.setattr(cli, "_typed", [])
-    monkeypatch.setattr(sys, "argv", ["bin/script", "one", "--flag=3"])
-    cli.run("script", found)
-    assert capsys.readouterr().out == "__main__ ['--flag=3']\nbin/script next\nruns\n"
+    monkeypatch.setattr(sys, "argv", [typed, "one", "--flag=3"])
+    cli.run(script, found)
+    assert capsys.readouterr().out == f"__main__ ['--flag=3']\n{named}\nruns\n"

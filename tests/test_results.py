@@ -78,15 +78,11 @@ def test_tables_are_those_of_their_csv(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_tables_name_what_makes_them(page):
-    """A source below each table, and a command in its section or before the first heading.
-
-    A figure or table of a paper may have both in the page's table of items.
-    """
+    """A source below each table, and a command in its section or before the first heading."""
     first, *others = sections(page.read_text())
     for section in (first, *others):
-        item = re.match("Fig|Table", section) and "| verdict |" in first
         for table, source in TABLE.findall(section):
             head = table.splitlines()[0]
             if list(measured(table)) and "verdict" not in head:
-                assert source or item, f"{head}: no Data, Test or No csv below it"
+                assert source, f"{head}: no Data, Test or No csv below it"
                 assert not source.startswith("Data") or COMMAND.search(first + section), head

@@ -289,11 +289,6 @@ def figure_2(data: Sequence[Data], runs: int, out: Path) -> str:
     return harness.show(swept(cases, measure, "score"), out, FIGURES)
 
 
-def slope(d: Sequence[float], seconds: Sequence[float]) -> float:
-    """Return p of time ~ d^p, by least squares of the logarithms."""
-    return float(np.polyfit(np.log(d), np.log(seconds), 1)[0])
-
-
 def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
     """Time one rule's map of a batch, by an operator and by a matrix that are drawn before."""
 
@@ -315,13 +310,11 @@ def figure_3(widths: Sequence[int], repeats: int, out: Path) -> str:
         return row | {"dense / butterfly": best["dense"].wall / best["butterfly"].wall}
 
     rows = [measure({"d": d}) for d in widths]
-    large = [row for row in rows if row["d"] >= LARGE]
-    growth = "; ".join(
-        f"{name} d^{slope([r['d'] for r in large], [r[f'{name}, ms'] for r in large]):.2f}"
-        for name in ("butterfly", "dense")
-        if len(large) > 1
-    )
-    text = f"For d >= {LARGE} the time grows as {growth}. {timing.hardware()}."
+    names, text = ("d", "butterfly, ms", "dense, ms"), f"{timing.hardware()}."
+    d, *times = np.log([[row[name] for row in rows if row["d"] >= LARGE] for name in names])
+    if len(d) > 1:
+        b, w = np.polyfit(d, np.transpose(times), 1)[0]
+        text = f"For d >= {LARGE} the time grows as butterfly d^{b:.2f}; dense d^{w:.2f}. {text}"
     return harness.show(rows, out, FIGURES, text)
 
 

@@ -73,7 +73,8 @@ def run(script: str, found: dict[str, tuple[str, str]], note: str = "") -> None:
     name = words.pop(0)
     if name not in found:
         sys.exit(f"{unknown(f'command of {script}:', name, found)}\n{note}".rstrip())
-    _typed[:] = [script if shutil.which(script) == typed else typed]
+    is_given = shutil.which(script) == typed or typed.endswith(".py")  # a file by "python -m"
+    _typed[:] = script.split() if is_given else [typed]
     sys.argv = [typed, *words]
     runpy.run_module(found[name][0], run_name="__main__", alter_sys=True)
 
