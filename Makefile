@@ -14,7 +14,7 @@ install: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[vit,experiments]' --group dev
 	@touch $@
 
-demo: install  ## train a small Performer-ViT on scikit-learn's digits: two minutes on two cores, installation included
+demo: install  ## train a small Performer-ViT on scikit-learn's digits: three minutes on two cores, installation included
 	$(BIN)/python -m vit.train --config=experiments/configs/digits.py --workdir=runs/demo
 
 test: install  ## finds a fault of every promised property

@@ -742,12 +742,12 @@ class Layout:
 FOREIGN = tuple(f"/{name}/" for name in ("jax", "flax", "equinox", "haiku", "optax", "jaxtyping"))
 
 
-ATTENTION = str(Path(__file__).parents[1] / "attention")
+OURS = str(Path(__file__).parents[1] / "attention")
 
 
 def is_linear(equation: Any) -> bool:
     """True for an operation of `performer_attention`."""
-    return any(x.file_name.startswith(ATTENTION) for x in _frames(equation))
+    return any(x.file_name.startswith(OURS) for x in _frames(equation))
 
 
 def _frames(equation: Any) -> list:
