@@ -239,7 +239,8 @@ def head_errors(
     def fractions(example):
         own = jax.tree.map(lambda x: x[None], example)
         exact, pairs = softmax_attention(own, is_causal), own.pairs(is_causal)
-        uniform = pairs / jnp.maximum(jnp.sum(pairs, axis=-1, keepdims=True), 1)
+        seen = pairs.astype(exact.dtype)
+        uniform = seen / jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True), 1)
         estimate = performer_estimate(attention.frequencies, attention, own, is_causal)
         entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), (0, 2, 3))
         differences = (jnp.where(pairs, x - exact, 0) for x in (estimate, uniform))
