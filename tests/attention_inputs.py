@@ -64,7 +64,7 @@ def random_decays(b=2, t=14, n=2, seed=0):
 
 
 def by_op(query, key, value, *, num_features=16, pairs=None, **options):
-    """What `linearize` makes of one attention: frequencies and calibration as documented."""
+    """Attention as `linearize` makes it: frequencies and calibration as documented."""
     of_moments = {name: options[name] for name in ("is_causal", "scale") if name in options}
     moments = calibration.pair_moments(query, key, mask=pairs, **of_moments)
     heads, width = key.shape[2:]

@@ -39,7 +39,7 @@ TRAINED = small_config(
     optim=config.Optim(learning_rate=1e-2, warmup_steps=1, ema=0.5),
     data=config.Data(batch_size=32, max_shift=1, flip=True, eval_resize=10),
 )
-"""Of the run that tests share."""
+"""Config of the run that tests share."""
 
 
 def new_vit(settings, seed=0, num_classes=5):

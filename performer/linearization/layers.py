@@ -156,7 +156,7 @@ def draw(layers: list[Layer], examples: Callable[[Layer], Sample], options: Opti
     keys = jax.random.split(jax.random.key(options.seed), len(layers))
     limit = math.inf if options.tolerance is None else options.tolerance
     ways: dict[int, list[Drawn]] = {}
-    total, gains = 0.0, []
+    gains: dict[int, float] = {}
     for place in dict.fromkeys(layer.place for layer in layers):
         numbers = [i for i, layer in enumerate(layers) if layer.place == place]
         own, read = [layers[i] for i in numbers], examples
@@ -164,15 +164,13 @@ def draw(layers: list[Layer], examples: Callable[[Layer], Sample], options: Opti
             own = [layer._replace(sample=examples(layer)) for layer in own]
             read = attrgetter("sample")
         for sizes in options.sizes(own[0].sample.key.shape[-1]):
-            gains = []
             for i, layer in zip(numbers, own, strict=True):
-                found, gain = draw_layer(keys[i], layer, read, options, *sizes)
-                gains.append(gain)
+                found, gains[i] = draw_layer(keys[i], layer, read, options, *sizes)
                 ways[i] = [(x, head_errors(layer.sample, x, layer.is_causal)) for x in found]
             if all(mean(ways[i][0][1]) <= limit for i in numbers):
                 break
-        total += sum(gains)
-    return [ways[i][-1 if total > 0 else 0] for i in range(len(layers))]
+    best = -1 if sum(gains.values()) > 0 else 0
+    return [ways[i][best] for i in range(len(layers))]
 
 
 def draw_layer(

@@ -222,11 +222,10 @@ class Read(NamedTuple):
 def read(values: Values, place: Place) -> Read:
     """Measure a place; queries come as if the scale were 1 / sqrt(h)."""
     query, key, value = values.operands(place)
-    zero = jax.lax.optimization_barrier(jnp.zeros(()))  # XLA folds constants for minutes
-    bias = values.scores(place, zero)
+    bias = values.scores(place, unfolded(0.0))
     dtype = float32_or_wider(query, key)
     query, key, bias = (x.astype(dtype) for x in (query, key, bias))
-    slope = (values.scores(place, zero + FILL).astype(dtype) - bias) / FILL
+    slope = (values.scores(place, unfolded(FILL)).astype(dtype) - bias) / FILL
     seen = bias > MASKED
     scale = jnp.max(jnp.where(seen, slope, -jnp.inf), axis=(2, 3))
     scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
@@ -240,6 +239,11 @@ def read(values: Values, place: Place) -> Read:
     factor = jnp.nan_to_num(scale)[:, None, :, None] * query.shape[-1] ** 0.5
     sample = Sample(query * factor, key, queries, keys, jnp.argmax(visible, axis=-1))
     return Read(sample, visible, bias, scale, value, affine)
+
+
+def unfolded(fill: float) -> Array:
+    """A constant that XLA does not fold: scores of it took a minute to fold at 65 tokens."""
+    return jax.lax.optimization_barrier(jnp.float32(fill))
 
 
 def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[str, Any]:
@@ -265,8 +269,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     dtypes = (output.dtype, value.dtype, values.operands(place)[0].dtype)
     tolerance = max(TOLERANCE.get(jnp.dtype(x).name, 0.05) for x in dtypes)
     seen = bias > MASKED
-    fill = jax.lax.optimization_barrier(jnp.float32(2 * FILL))
-    slope = (values.scores(place, fill).astype(bias.dtype) - bias) / (2 * FILL)
+    slope = (values.scores(place, unfolded(2 * FILL)).astype(bias.dtype) - bias) / (2 * FILL)
     bend = jnp.where(seen, jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None]), 0)
     slopes, alibi = alibi_slopes(bias, seen)
     count = jnp.float32(sample.queries.size)

@@ -740,9 +740,8 @@ class Layout:
 
 
 FOREIGN = tuple(f"/{name}/" for name in ("jax", "flax", "equinox", "haiku", "optax", "jaxtyping"))
-
-
 OURS = str(Path(__file__).parents[1] / "attention")
+"""Folder of `performer_attention`."""
 
 
 def is_linear(equation: Any) -> bool:
