@@ -25,6 +25,7 @@ import dataclasses
 import itertools
 import os
 import statistics as means
+import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ import jax
 import numpy as np
 from absl import flags, logging
 
-from experiments.common import harness, launch, statistics
+from experiments.common import harness, statistics
 from experiments.common.statistics import LEVEL, estimate
 from performer.choices import unknown
 from vit import config as configs
@@ -458,7 +459,7 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
         "![Differences with 95% intervals (not corrected), and a dot for each seed](results.png)\n",
         "![Learning curves with standard errors over the seeds](curves.png)\n",
         "Versions, hardware, and the config of the first run:\n",
-        *(f"    {name} = {value}" for name, value in (launch.versions() | values).items()),
+        *(f"    {name} = {value}" for name, value in (reports.versions() | values).items()),
     ]
     text = "\n".join(lines) + "\n"
     files.write(out / "report.md", text)
@@ -468,7 +469,7 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
 def main(_: list[str]) -> None:
     """Run the command line."""
     logging.set_verbosity(logging.FATAL)
-    out = Path(str(_OUT.value))
+    out, start = Path(str(_OUT.value)), time.monotonic()
     _JOIN()
     if _RUNS.value:
         text = of_runs(list(map(Path, _RUNS.value)), out, _BASELINE.value)
@@ -485,6 +486,7 @@ def main(_: list[str]) -> None:
         raise ValueError("--config or --runs is required")
     print(text)
     if (out / "report.md").exists():
+        reports.record(out, time.monotonic() - start)
         print(f"The report is {out / 'report.md'}.")
 
 

@@ -44,7 +44,7 @@ def converted(rows: list[harness.Row]) -> list[harness.Row]:
 
 
 OWN: dict[str, harness.Row] = {
-    "benchmark/crossover": attention.FIGURES["crossover"],
+    "benchmark/attention/crossover": attention.FIGURES["crossover"],
     "benchmark/vit/vit": vit.FIGURES["vit"],
     "compare/fashion_197/results": compare.FIGURES["results"],
     "convert/default/conversion": dict(

@@ -33,6 +33,7 @@ accuracy.
 import dataclasses
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -237,9 +238,10 @@ def main(_: list[str]) -> None:
     values = given(convert)
     values["out"] = values["out"] or Path(f"{values['workdir']}-performer")
     devices.check_alone()
-    images, out = values["images"], values["out"]
+    images, out, start = values["images"], values["out"], time.monotonic()
     print(f"loading {values['workdir']}, calibrating on {images} examples", file=sys.stderr)
     print(f"{convert(**values)}\nThe report and the converted run are in {out}.")
+    report.record(out, time.monotonic() - start)
     print(f"next: {command('train', workdir=out)}")
 
 

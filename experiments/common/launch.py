@@ -14,24 +14,16 @@ accepts `--data_sets=a,b --draws=10` (see `vit.config.arguments`). The command i
 run.json of the folder --out.
 """
 
-import datetime
-import json
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
-import jax
 from absl import flags
 
 from vit.config.arguments import Parser, define, launch
-from vit.run import devices, files
+from vit.reports import report
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
 COUNTS = ("draws", "repeats", "splits", "trials")
 """Flags whose values have a standard error."""
 
@@ -65,36 +57,7 @@ def run(main: Callable[..., Any], quick: Mapping[str, Any] | None = None) -> Non
         start = time.monotonic()
         main(*given, **values)
         if isinstance(values.get("out"), Path):
-            record(values["out"], time.monotonic() - start)
+            report.record(values["out"], time.monotonic() - start)
 
     flags.FLAGS.set_gnu_getopt(True)  # flags may stand behind a word
     launch(call, words=bool(words))
-
-
-def versions() -> dict[str, str]:
-    """Return versions, devices and host of this process."""
-    return {package: metadata.version(package) for package in PACKAGES} | {
-        "python": platform.python_version(),
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "host": f"{platform.machine()}, {devices.cores()} cores",
-    }
-
-
-def record(out: Path, seconds: float) -> None:
-    """Add the command to out/run.json; other commands that wrote to `out` stay.
-
-    A folder without tables gets none.
-    """
-    if not any(out.glob("*.csv")):
-        return
-    spec = sys.modules["__main__"].__spec__
-    program = ["-m", spec.name] if spec else [sys.argv[0]]
-    made = {
-        "command": shlex.join(["python", *program, *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "minutes": str(round(seconds / 60, 1)),
-    }
-    path = out / "run.json"
-    before = json.loads(path.read_text()) if path.exists() else []
-    others = [each for each in before if each["command"] != made["command"]]
-    files.write(path, json.dumps([*others, made | versions()], indent=2) + "\n")

@@ -1,15 +1,24 @@
-"""Tables as csv and markdown, figures as png."""
+"""Tables as csv and markdown, figures as png, and the record of the command that made them."""
 
 import csv
+import datetime
 import io
+import json
+import platform
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jax
 from PIL import Image
 
-from vit.run import files
+from vit.run import devices, files
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
 
 INK = "#767676"
 """Text, axes and baselines: contrast 4.5 on white and 4.1 on the dark pages of the site."""
@@ -89,3 +98,32 @@ def save(drawn: Any, path: Path) -> None:
 
 def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def versions() -> dict[str, str]:
+    """Return versions, devices and host of this process."""
+    return {package: metadata.version(package) for package in PACKAGES} | {
+        "python": platform.python_version(),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "host": f"{platform.machine()}, {devices.cores()} cores",
+    }
+
+
+def record(out: Path, seconds: float) -> None:
+    """Add the command to out/run.json; other commands that wrote to `out` stay.
+
+    A folder without tables gets none.
+    """
+    if not any(out.glob("*.csv")):
+        return
+    spec = sys.modules["__main__"].__spec__
+    program = ["-m", spec.name] if spec else [sys.argv[0]]
+    made = {
+        "command": shlex.join(["python", *program, *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "minutes": str(round(seconds / 60, 1)),
+    }
+    path = out / "run.json"
+    before = json.loads(path.read_text()) if path.exists() else []
+    others = [each for each in before if each["command"] != made["command"]]
+    files.write(path, json.dumps([*others, made | versions()], indent=2) + "\n")
