@@ -213,7 +213,7 @@ def _one_line(text: str) -> str:
 KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", Path: "path"}
 
 COMMON = {
-    "data_dir": "folder of data (experiments.prepare_data); scikit-learn's and synthetic if none",
+    "data_dir": "folder of data; scikit-learn's and synthetic if none",
     "data_sets": "names of data sets; all if none",
     "graphs": "names of generated graphs or files in data_dir/graphs; those of the paper if none",
     "workdir": "folder of the run",
