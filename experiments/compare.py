@@ -180,7 +180,7 @@ def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[A
             raise ValueError(unknown("--grid", name, [f"config.{field}" for field in flat]))
         if field in grid or field in ("seed", "attention.kind", "attention.coupling"):
             raise ValueError(f"--grid {name}: give each field once; seeds and couplings have flags")
-        grid[field] = [configs.parse(field, value, flat[field]) for value in values.split(",")]
+        grid[field] = list(map(arguments.Parser(configs.TYPES[field]).parse, values.split(",")))
     return grid
 
 

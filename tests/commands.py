@@ -17,6 +17,7 @@ from absl import flags
 from experiments.common import launch
 from vit import config as configs
 from vit.config import cli
+from vit.config.arguments import Parser
 
 COMMAND = re.compile(
     r"(?:python -m (vit|experiments|tests)\.|performer-(vit|experiments) )(\w+(?:\.\w+)*)"
@@ -68,7 +69,7 @@ def check(module: str, given: list[str]) -> None:
         elif argument.startswith("--config.") or argument.startswith("config."):
             name, _, value = argument.removeprefix("--").removeprefix("config.").partition("=")
             for text in value.split(",") if argument.startswith("config.") else [value]:
-                configs.parse(name, text, FIELDS[name])
+                Parser(type(FIELDS[name])).parse(text)
     if not own or "--help" in own or module.startswith("tests."):  # without flags: a name in prose
         return
     values = defined(module)

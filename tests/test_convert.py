@@ -150,9 +150,7 @@ def test_refusals(converted, softmax_run, tmp_path):
 
 
 def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
-    text = evaluate.report_attention(
-        softmax_run, tmp_path / "softmax", coupling="orf", num_features=8, images=2, draws=3
-    )
+    text = evaluate.report_attention(softmax_run, tmp_path / "softmax", images=2, draws=3)
     assert "of 4 heads are worse than uniform attention" in text
     own = evaluate.report_attention(converted[0], tmp_path / "own", images=2, draws=3)
     assert own.splitlines()[0].startswith("| layer | head | attention error |")

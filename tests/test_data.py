@@ -29,9 +29,9 @@ def test_digits_are_split_without_overlap(digits):
     assert np.array_equal(digits.train[5]["image"], data.load(config.Data()).train[5]["image"])
 
 
-def take(dataset, section, seed, n, state=None, threads=2, **share):
+def take(dataset, section, seed, n, state=None, **share):
     """The next n batches, and the position after them."""
-    iterator = iter(data.train_batches(dataset, section, seed, threads=threads, **share))
+    iterator = iter(data.train_batches(dataset, section, seed, **share))
     if state is not None:
         iterator.set_state(state)
     batches = [next(iterator) for _ in range(n)]
@@ -53,8 +53,8 @@ def test_records_of_a_batch_are_waited_for_side_by_side(part):
     dataset = data.in_memory(records, records)._replace(decode=decode)
     section = config.Data(batch_size=16)
     batches = {
-        "train": lambda: take(dataset, section, 0, 1, threads=8)[0],
-        "evaluation": lambda: list(data.eval_batches(dataset, section, threads=8)),
+        "train": lambda: take(dataset, section, 0, 1)[0],
+        "evaluation": lambda: list(data.eval_batches(dataset, section)),
     }[part]()
     assert sorted(batches[0]["x"]) == list(range(16))
 

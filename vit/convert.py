@@ -43,10 +43,12 @@ from rich.progress import Progress
 
 from performer import couplings
 from vit import config as configs
+from vit import data
 from vit.config.arguments import define, given, launch
 from vit.config.cli import command
 from vit.reports import metrics, report
 from vit.run import checkpoint, devices, runs, safety
+from vit.run.steps import evaluate_model
 from vit.task import SUBJECTS, Model, of_folder, random_streams
 from vit.weights import conversion
 from vit.weights.conversion import Case, Function, Replaced
@@ -81,7 +83,10 @@ def compare(
     held_out = conversion.samples(run.task, model, [examples])
 
     def record(coupling: str, method: str, window: int, m: int, *models: Model) -> metrics.Record:
-        measured = [conversion.results(run, new) for new in models]
+        measured = [
+            evaluate_model(run.task, new, data.eval_batches(run.dataset, run.config.data))
+            for new in models
+        ]
         metric = metric_of({name.removeprefix("eval_"): x for name, x in measured[0].items()})
         values = [each[f"eval_{metric}"] for each in measured]
         spread = np.std(values, ddof=1) / len(values) ** 0.5 if values[1:] else 0.0

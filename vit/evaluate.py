@@ -37,8 +37,8 @@ from vit.model import classification
 from vit.reports import metrics
 from vit.reports.attention_report import report_attention
 from vit.reports.class_report import report_classes
-from vit.run import devices, runs, steps
-from vit.run.steps import evaluate
+from vit.run import devices, runs
+from vit.run.steps import evaluate, evaluate_model
 from vit.task import Task
 
 FLAGS = {
@@ -111,15 +111,15 @@ def evaluate_on(
     label, classes = numbers(trained.class_names, dataset.class_names), len(trained.class_names)
     task = classification.task(classes, trained.channels, config.optim.loss)
     mesh = devices.mesh(config)
-    graph, state = nnx.split(trained.model)
-    state = jax.device_put(state, devices.everywhere(mesh))
-    count = jax.jit(lambda state, batch: steps.count(task, nnx.merge(graph, state), batch))
+    state = nnx.state(trained.model)
+    nnx.update(trained.model, jax.device_put(state, devices.everywhere(mesh)))
 
     def of_run(batch: data.Batch) -> data.Batch:
         return batch | {"label": label[batch["label"]]}
 
     batches = runs.eval_batches(dataset._replace(channels=trained.channels), config, mesh)
-    return {"step": trained.step, **evaluate(task, partial(count, state), map(of_run, batches))}
+    record = evaluate_model(task, trained.model, map(of_run, batches))
+    return {"step": trained.step, **record}
 
 
 def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args, get_origin
 from absl import app, flags, logging
 
 from performer.choices import unknown
-from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten, parse
+from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten
 from vit.run.safety import lasting
 
 LIBRARIES = ("absl", "jax", "orbax", "tensorflow", "grain", "array_record", "etils", "tensorstore")
@@ -98,25 +98,14 @@ def parse_flags(
     return [program, *rest]
 
 
-class FieldParser(flags.ArgumentParser):
-    """Parser of a field of a config, for absl."""
-
-    def __init__(self, field: str, like: Any) -> None:
-        self.field, self.like = field, like
-
-    def parse(self, argument: Any) -> Any:
-        """Return the value of a text."""
-        return parse(self.field, argument, self.like)
-
-
 def define_config(help: str, values: flags.FlagValues = flags.FLAGS) -> None:
     """Define the flag `config`, a bundled config or a file, and a flag for each field of it."""
     flags.DEFINE_string("config", None, help, values)
-    for field, value in flatten(Config()).items():
-        if isinstance(value, bool):
+    for field, kind in TYPES.items():
+        if kind is bool:
             flags.DEFINE_bool(f"config.{field}", None, "", values)
         else:
-            flags.DEFINE(FieldParser(field, value), f"config.{field}", None, "", values)
+            flags.DEFINE(Parser(kind), f"config.{field}", None, "", values)
 
 
 def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Config | None:
@@ -210,7 +199,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", Path: "path"}
+KINDS = {int: "integer", float: "number", str: "text", Path: "path", bool: "true or false"}
 
 COMMON = {
     "data_dir": "folder of data; scikit-learn's and synthetic if none",
@@ -286,8 +275,8 @@ class Parser(flags.ArgumentParser):
         try:
             if not text and self.kind is Path:  # would be the current folder
                 raise ValueError
-            return self.kind(text)
-        except ValueError:
+            return {"true": True, "false": False}[text] if self.kind is bool else self.kind(text)
+        except (KeyError, ValueError):
             raise ValueError(f"{text!r} is no {KINDS[self.kind]}") from None
 
     def serialize(self, value: Any) -> str:
