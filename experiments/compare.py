@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import flags, logging
+from absl import logging
 
 from experiments.common import harness, launch, statistics
 from experiments.common.statistics import LEVEL, estimate
@@ -465,22 +465,35 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
     return text
 
 
-def main(_: list[str]) -> None:
-    """Run the command line."""
+def main(
+    config: configs.Config | None = None,
+    out: Path = Path("results/compare"),
+    couplings: Sequence[str] = ("orf", "pnc", "pm"),
+    seeds: int = 5,
+    grid: list[str] = [],  # noqa: B006
+    baseline: str = "",
+    runs: Sequence[Path] = (),
+    hosts: devices.Hosts = devices.ALONE,
+) -> None:
+    """Run the command.
+
+    Args:
+        config: bundled config or file with get_config().
+        out: folder of the report and the runs.
+        couplings: names, or "softmax".
+        seeds: number of seeds of each setting.
+        grid: config.FIELD=VALUE,VALUE; may be repeated.
+        baseline: coupling that the others are compared with.
+        runs: folders of finished runs to report on; trains nothing.
+        hosts: processes of the runs.
+    """
     logging.set_verbosity(logging.FATAL)
-    out = Path(str(_OUT.value))
-    _JOIN()
-    if _RUNS.value:
-        text = of_runs(list(map(Path, _RUNS.value)), out, _BASELINE.value)
-    elif config := arguments.chosen_config():
-        text = compare(
-            config,
-            out,
-            couplings=_COUPLINGS.value,
-            num_seeds=_SEEDS.value,
-            grid=_GRID.value,
-            baseline=_BASELINE.value,
-        )
+    devices.join(hosts)
+    if runs:
+        text = of_runs(runs, out, baseline)
+    elif config:
+        options: Any = dict(couplings=couplings, num_seeds=seeds, grid=grid, baseline=baseline)
+        text = compare(config, out, **options)
     else:
         raise ValueError("--config or --runs is required")
     print(text)
@@ -489,12 +502,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    arguments.define_config("bundled config or file with get_config()")
-    _OUT = flags.DEFINE_string("out", "results/compare", "folder of the report and the runs")
-    _COUPLINGS = flags.DEFINE_list("couplings", ["orf", "pnc", "pm"], 'names, or "softmax"')
-    _SEEDS = flags.DEFINE_integer("seeds", 5, "number of seeds of each setting")
-    _GRID = flags.DEFINE_multi_string("grid", [], "config.FIELD=VALUE,VALUE; may be repeated")
-    _BASELINE = flags.DEFINE_string("baseline", "", "coupling that the others are compared with")
-    _RUNS = flags.DEFINE_list("runs", [], "folders of finished runs to report on; trains nothing")
-    _JOIN = devices.define_flags()
-    arguments.launch(main)
+    arguments.run(main)

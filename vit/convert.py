@@ -31,10 +31,12 @@ accuracy.
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -44,7 +46,7 @@ from rich.progress import Progress
 from performer import couplings
 from vit import config as configs
 from vit import data
-from vit.config.arguments import define, given, launch
+from vit.config import arguments
 from vit.config.cli import command
 from vit.reports import metrics, report
 from vit.run import checkpoint, devices, runs, safety
@@ -236,18 +238,17 @@ def convert(
     return table
 
 
-def main(_: list[str]) -> None:
-    """The command line."""
+@functools.wraps(convert)
+def main(workdir: Path, out: Path | None, images: int, **options: Any) -> None:
+    """Run the command."""
     logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised
-    values = given(convert)
-    values["out"] = values["out"] or Path(f"{values['workdir']}-performer")
+    out = out or Path(f"{workdir}-performer")
     devices.check_alone()
-    images, out = values["images"], values["out"]
-    print(f"loading {values['workdir']}, calibrating on {images} examples", file=sys.stderr)
-    print(f"{convert(**values)}\nThe report and the converted run are in {out}.")
+    print(f"loading {workdir}, calibrating on {images} examples", file=sys.stderr)
+    table = convert(workdir, out, images=images, **options)
+    print(f"{table}\nThe report and the converted run are in {out}.")
     print(f"next: {command('train', workdir=out)}")
 
 
 if __name__ == "__main__":
-    define(convert)
-    launch(main)
+    arguments.run(main)
