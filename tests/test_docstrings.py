@@ -1,10 +1,8 @@
 """The examples of the docstrings run, with the names that their readers have at hand."""
 
-import ast
 import doctest
 import importlib
 import pkgutil
-import re
 import traceback
 from functools import partial
 from pathlib import Path
@@ -216,15 +214,3 @@ def test_examples_run(module, test, monkeypatch):
 def test_public_names_exist():
     for module in (*modules(), performer):
         assert not [x for x in getattr(module, "__all__", ()) if not hasattr(module, x)]
-
-
-def test_docstrings_begin_with_a_noun_or_a_verb():
-    """Never with "What", "Of", "Whether", ...: help texts and the reference must stand alone."""
-    wrong = []
-    for path in (p for top in ("performer", "vit", "experiments") for p in Path(top).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            text = node.value if isinstance(node, ast.Expr) else None
-            text = text.value if isinstance(text, ast.Constant) else None
-            if isinstance(text, str) and re.match(r"(What|Of|Whether|That|Those|How|So)\b", text):
-                wrong.append(f"{path}:{node.lineno}: {text.splitlines()[0]}")
-    assert not wrong, "\n".join(wrong)

@@ -296,16 +296,3 @@ def test_batch_axes_and_narrow_dtypes():
     narrow = masked_attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)), w, mask)
     assert narrow.dtype == jnp.bfloat16
     np.testing.assert_allclose(narrow.astype(float), expected, atol=0.1)
-
-
-def test_what_it_refuses():
-    q, k, v, w = inputs()
-    mask, call = estimate(), masked_attention.__wrapped__  # its own messages
-    with pytest.raises(ValueError, match=r"the mask is \(9, 9\) for 8 queries and 9 keys"):
-        call(q[:, :8], k, v, w, mask)
-    with pytest.raises(ValueError, match=r"the mask is \(3, 9, 9\).*of 4 heads"):
-        call(q, k, v, w, jnp.ones((3, 9, 9)))
-    with pytest.raises(ValueError, match="unknown implementation 'robust'"):
-        call(q, k, v, w, mask, implementation="robust")
-    with pytest.raises(ValueError, match="needs walks"):
-        call(q, k, v, w, mask.gram(), implementation="sparse")

@@ -94,10 +94,3 @@ def test_the_initial_kernel_is_diffusion():
     model = layer(mask=WALKS)
     estimate = features.Estimate(features.modulate(WALKS, kernels.Diffusion(1.0)))
     np.testing.assert_allclose(model(X), model(X, estimate), atol=1e-4)
-
-
-def test_what_is_refused():
-    with pytest.raises(ValueError, match="2 heads must divide the width 7"):
-        layer(qkv_features=7)
-    with pytest.raises(ValueError, match="positions need heads of an even width, got 3"):
-        layer(qkv_features=6, positions=jnp.ones((34, 2)))
