@@ -15,8 +15,8 @@ X = jax.random.normal(jax.random.key(0), (34, 8))
 WALKS = features.sample(jax.random.key(1), karate(), num_walks=4, p_halt=0.3)
 
 
-def layer(**options):
-    return GraphAttention(2, 8, 6, rngs=nnx.Rngs(params=0, frequencies=1), **options)
+def layer(width=8, **options):
+    return GraphAttention(2, width, 6, rngs=nnx.Rngs(params=0, frequencies=1), **options)
 
 
 def changed(model):
@@ -98,6 +98,6 @@ def test_the_initial_kernel_is_diffusion():
 
 def test_what_is_refused():
     with pytest.raises(ValueError, match="2 heads must divide the width 7"):
-        layer(qkv_features=7)
+        layer(7)
     with pytest.raises(ValueError, match="positions need heads of an even width, got 3"):
-        layer(qkv_features=6, positions=jnp.ones((34, 2)))
+        layer(6, positions=jnp.ones((34, 2)))

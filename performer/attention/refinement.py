@@ -87,15 +87,14 @@ class Sample(NamedTuple):
         if self.segments is not None:
             same = self.segments[:, :, None] == self.segments[:, None]
             of_query = of_key = jnp.sum(same & jnp.tri(same.shape[1], k=-1, dtype=bool), axis=-1)
-        size = jnp.maximum(window.exact_window, 1)
-        near = is_near(of_query, of_key, size, window.exact_first)
-        return (near & (window.exact_window > 0))[:, None]
+        return is_near(of_query, of_key, window)[:, None]
 
 
-def is_near(query: Any, key: Any, window: Any, first: Any) -> Any:
+def is_near(query: Any, key: Any, window: Window) -> Any:
     """Mask (..., t, s) of near pairs, for queries (..., t) and keys (..., s) at these places."""
-    key = key[..., None, :]
-    return (abs(query[..., :, None] // window - key // window) <= 1) | (key < first)
+    size, query, key = jnp.maximum(window.exact_window, 1), query[..., :, None], key[..., None, :]
+    near = (abs(query // size - key // size) <= 1) | (key < window.exact_first)
+    return near & (window.exact_window > 0)
 
 
 def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "b n t s"]:
