@@ -429,7 +429,7 @@ def with_rows(
         ids, key_ids = pairs.segments
         key_ids = ids if key_ids is None else key_ids
         same = ids[:, :r, None] == key_ids[:, None]
-    allowed = same & ~later if pairs.is_causal else same & (later | True)
+    allowed = same & ~later if pairs.is_causal else same
     fading = None
     if keys.log_decay is not None:
         fading = _between(keys.log_decay, later, same, axis_name)

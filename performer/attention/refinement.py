@@ -297,7 +297,7 @@ def transfer(
     *,
     steps: int,
     is_causal: bool = False,
-    rate: float = RATE,
+    rate: float | Array = RATE,
     examples: int = EXAMPLES,
 ) -> Parameters:
     """Parameters with a lower divergence than `start`, on examples that they have not seen.
