@@ -350,7 +350,7 @@ def transfer(
         number, since, *_ = search
         return (number < rounds) & (since < PATIENCE)
 
-    moving = start, ADAM.init(start)
+    moving: Any = start, ADAM.init(start)  # pyright: ignore (any pytree)
     search = jnp.int32(0), jnp.int32(0), moving, start, mean_losses(start)
     *_, best, _ = jax.lax.while_loop(goes_on, round_, search)
     return best
