@@ -1,6 +1,6 @@
 """Every coupling of the table: shapes, marginals, unbiasedness, and its own defining property."""
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -184,30 +184,6 @@ def test_antithetic_halves_are_the_coupling_and_its_opposite(name):
     assert W.dtype == jnp.float32
     np.testing.assert_array_equal(W[:6], -W[6:])
     np.testing.assert_allclose(W[:6], want, atol=1e-6)
-
-
-def unchecked(name):
-    """A coupling past the type checks."""
-    return partial(couplings.Blocks.__call__.__wrapped__, couplings.get(name), jax.random.key(0))
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (partial(couplings.get, "orff"), "did you mean 'orf'.* Choices: iid, orf, simrf, pnc, pm"),
-        (partial(couplings.get.__wrapped__, 3), "must be a name or a function .* got 3"),
-        (partial(couplings.get, "iid*pairwise"), r"directions in .* 'iid\*pairwise': 'iid'.*indep"),
-        (partial(couplings.get, "simplex*pm"), "unknown norms .* 'pm'; .*Choices: independent, pa"),
-        (partial(unchecked("orf"), 0, 4), "got 0"),
-        (partial(unchecked("orf"), "4", 4), "got '4'"),
-        (partial(couplings.get("pm-antithetic"), jax.random.key(0), 7, 4), "even .* got m = 7"),
-        (partial(couplings.with_quantile, "halton", norms.matern(1.5)), "halton draws no lengths"),
-        (partial(couplings.with_quantile, "fixed-antithetic", norms.matern(1.5)), "without a law"),
-    ],
-)
-def test_what_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 @pytest.mark.parametrize(("lead", "dtype"), tiers([((2, 3), jnp.float32), ((), jnp.bfloat16)], 1))

@@ -36,23 +36,6 @@ def test_generated_graphs_have_the_sizes_of_the_paper():
         assert int(found[name].degrees.min()) > 0
 
 
-def test_load(tmp_path):
-    write(tmp_path / "graphs" / "mine.npz", edges=PATH, n_nodes=4, weights=[2.0, 3.0])
-    write(tmp_path / "graphs" / "bare.npz", edges=PATH)
-    weighted = graph_data.load("mine", tmp_path, weighted=True)
-    assert graph_data.load("mine", tmp_path).weights.tolist() == [1, 1, 1, 1]
-    np.testing.assert_array_equal(weighted.to_dense()[1], [2, 0, 3, 0])
-    assert graph_data.load("Ladder", tmp_path).num_nodes == 100
-    assert graph_data.load("karate").num_nodes == 34
-    assert set(graph_data.load("karate").weights.tolist()) == {1}
-    with pytest.raises(ValueError, match=r"no file .*karate\.npz; files of .* there: bare, mine"):
-        graph_data.load("karate", tmp_path)
-    with pytest.raises(ValueError, match=r"bare\.npz has no n_nodes, only edges"):
-        graph_data.load("bare", tmp_path)
-    with pytest.raises(ValueError, match="unknown graph 'karat'; did you mean 'karate'?"):
-        graph_data.load("karat")
-
-
 PATH_AND_EDGE = [Graph.from_edges(PATH, 3), Graph.from_edges([(0, 1)], 2)]
 
 

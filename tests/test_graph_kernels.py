@@ -1,7 +1,6 @@
 """Dense kernels against expressions of matrices, and their series against the dense kernels."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -103,22 +102,6 @@ def test_resolvent_of_the_weights():
     expected = np.linalg.inv(ONE - 0.2 * weights_matrix())
     np.testing.assert_allclose(kernels.Resolvent(1).dense(small), expected, atol=1e-5)
     np.testing.assert_allclose(kernels.Resolvent(2).dense(small), expected @ expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: kernels.Resolvent().dense(example()), r"spectral radius of the weights is 3\."),
-        (partial(kernels.Diffusion, sigma=-1.0), "sigma must be positive and finite"),
-        (lambda: kernels.RandomWalk(alpha=1.5), "alpha must be at least 2"),
-        (lambda: kernels.RandomWalk(alpha=np.nan), "alpha must be at least 2"),
-        (lambda: kernels.FromSeries(lambda n: -np.ones(n)), "begin with c_0 > 0, got -1"),
-        (lambda: kernels.Diffusion().dense(Graph.from_edges([(0, 1)], 2, [-1.0])), "weights >= 0"),
-    ],
-)  # fmt: skip
-def test_bad_input(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
 
 
 RING = [(i, (i + 1) % 152) for i in range(152)]

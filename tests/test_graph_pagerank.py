@@ -113,13 +113,3 @@ def test_a_hub_with_very_many_neighbours(steps):
     hub = p / (d + 1) * (1 + (1 - p) * d) / (1 - (1 - p) ** 2)
     np.testing.assert_allclose(found[0], hub, rtol=1e-6)
     np.testing.assert_allclose(found[1:], p / (d + 1) + (1 - p) * hub / d, rtol=1e-5)
-
-
-def test_bad_input():
-    with pytest.raises(ValueError, match="must be 'uniform' or 'weighted', got 'fast'"):
-        pagerank.power_iteration.__wrapped__(example(), p_halt=0.5, steps="fast")
-    with pytest.raises(ValueError, match=r"in \(0, 1\), got 1.0"):
-        pagerank.power_iteration(example(), p_halt=1.0)
-    negative = Graph.from_edges([(0, 1)], 2, [-1.0])
-    with pytest.raises(ValueError, match="weights >= 0"):
-        pagerank.power_iteration(negative, p_halt=0.5, steps="weighted")

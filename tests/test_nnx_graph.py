@@ -8,15 +8,15 @@ from flax import nnx
 
 from performer.graphs import features, kernels, rotary
 from performer.nnx import GraphAttention
-from tests.graph_examples import karate
+from tests.graph_examples import karate, masked
 from tests.tiers import tiers
 
 X = jax.random.normal(jax.random.key(0), (34, 8))
 WALKS = features.sample(jax.random.key(1), karate(), num_walks=4, p_halt=0.3)
 
 
-def layer(width=8, **options):
-    return GraphAttention(2, width, 6, rngs=nnx.Rngs(params=0, frequencies=1), **options)
+def layer(**options):
+    return GraphAttention(2, 8, 6, rngs=nnx.Rngs(params=0, frequencies=1), **options)
 
 
 def changed(model):
@@ -33,28 +33,23 @@ def dense(model, x, mask, positions=None):
     params = jax.tree.map(
         lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(model, nnx.Param))
     )
-    x, frequencies = np.asarray(x, np.float64), np.asarray(model.attention_fn.frequencies[...])
     heads = {}
     for name in ("query", "key", "value"):
-        heads[name] = np.einsum("id,dnh->nih", x, params[name]["kernel"])
-        heads[name] += params[name]["bias"][:, None]
+        heads[name] = np.einsum("id,dnh->inh", np.asarray(x, np.float64), params[name]["kernel"])
+        heads[name] += params[name]["bias"]
     if positions is not None:
-        angles = np.einsum("nbr,ir->nib", params["rotary_frequencies"], positions)
+        angles = np.einsum("nbr,ir->inb", params["rotary_frequencies"], positions)
         for name in ("query", "key"):
             half = heads[name].shape[-1] // 2
             turned = heads[name][..., :half] + 1j * heads[name][..., half:]
             turned = turned * np.exp(1j * angles)
             heads[name] = np.concatenate([turned.real, turned.imag], axis=-1)
-
-    def phi(y):
-        y = y / y.shape[-1] ** 0.25
-        exponent = np.einsum("nih,nmh->nim", y, frequencies) - np.sum(y**2, -1, keepdims=True) / 2
-        return np.exp(exponent)
-
-    weights = phi(heads["query"]) @ phi(heads["key"]).swapaxes(1, 2) * mask
-    attended = weights @ heads["value"] / weights.sum(axis=-1, keepdims=True)
-    output = params["output"]
-    return np.einsum("nih,nhd->id", attended, output["kernel"]) + output["bias"]
+    tokens = (x[None] for x in heads.values())
+    (attended,), output = (
+        masked(*tokens, model.attention_fn.frequencies[...], mask),
+        params["output"],
+    )
+    return np.einsum("inh,nhd->id", attended, output["kernel"]) + output["bias"]
 
 
 def learned_mask(model):
@@ -94,10 +89,3 @@ def test_the_initial_kernel_is_diffusion():
     model = layer(mask=WALKS)
     estimate = features.Estimate(features.modulate(WALKS, kernels.Diffusion(1.0)))
     np.testing.assert_allclose(model(X), model(X, estimate), atol=1e-4)
-
-
-def test_what_is_refused():
-    with pytest.raises(ValueError, match="2 heads must divide the width 7"):
-        layer(7)
-    with pytest.raises(ValueError, match="positions need heads of an even width, got 3"):
-        layer(6, positions=jnp.ones((34, 2)))

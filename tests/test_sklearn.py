@@ -107,35 +107,3 @@ def test_the_global_setting_of_jax_changes_nothing():
     np.testing.assert_array_equal(again.frequencies_, features.frequencies_)
     assert narrow.dtype == np.float32
     np.testing.assert_array_equal(narrow, features.transform(X.astype(np.float32)))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"n_components": 0}, "n_components must be a positive integer, got 0, such as 100"),
-        ({"gamma": -1}, "gamma must be a positive, finite number or 'scale', got -1"),
-        ({"coupling": "pncc"}, "unknown coupling 'pncc'; did you mean 'pnc'"),
-        ({"kernel": kernels.matern(1.5), "coupling": "halton"}, "halton draws no lengths"),
-        ({"coupling": lambda key, m, d: np.ones((d, m))}, r"\(m, d\) = \(50, 3\), got \(3, 50\)"),
-    ],
-)
-def test_bad_parameters_are_refused_in_fit(parameters, message):
-    features = RandomFeatures().set_params(**parameters)
-    with pytest.raises(ValueError, match=message):
-        features.fit(X)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "factor", "message"),
-    [
-        (dict(gamma="scale"), 1e200, r"gamma='scale' has no value for X.var\(\) = inf: scale X"),
-        (dict(gamma=1.0), 1e200, r"X, up to .*e\+200 with gamma = 1, is too large for float64"),
-        (dict(coupling=lambda key, m, d: np.full((m, d), np.nan)), 1, "150 values that are not fi"),
-    ],
-)
-def test_what_is_not_finite_is_refused(parameters, factor, message):
-    with pytest.raises(ValueError, match=message):
-        RandomFeatures().set_params(**parameters).fit_transform(factor * X)
-    features = RandomFeatures().fit(X.astype(np.float32))
-    with pytest.raises(ValueError, match="is too large for float32: scale it"):
-        features.transform(np.float32(1e25) * X.astype(np.float32))

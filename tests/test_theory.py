@@ -138,34 +138,6 @@ def test_transport_cost_averages_to_the_conformity():
     assert abs(costs.mean() - want) < 5 * costs.std() / np.sqrt(100_000)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("sorf", 1.0, 4, 4), "no theory of couplings.Padded"),
-        (("orf", 1.0, 4, 1), "m >= 2 frequencies, got m = 1"),
-        (("orf-antithetic", 1.0, 4, 5), "even number of features, got m = 5"),
-        (("simrf", 1.0, 1, 4), "d >= 2, got d = 1"),
-    ],
-)
-def test_bad_input(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        theory.conformity(*arguments)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_values_that_are_not_finite_stay_in_their_place(name):
-    """NaN ends, e^{v^2} past float64 is inf, and neither changes what stands beside it."""
-    v = np.array([0.5, np.nan, 30.0, 1e3, 1e200, np.inf])
-    for m in (2, 4, 6):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            found = theory.conformity(name, v, 4, m)
-            alone = [float(theory.conformity(name, one, 4, m)) for one in v]
-        np.testing.assert_allclose(found, alone, rtol=1e-14)
-        assert np.isnan(found[1])
-        assert (found[3:] >= found[2:-1]).all()  # nor is any other NaN
-
-
 def test_far_and_near_ends():
     """Where e^{v^2} is past float64 but the pairs of a block are not; densities at length 0."""
     with warnings.catch_warnings():

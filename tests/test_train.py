@@ -27,7 +27,6 @@ from tests.small import (
 from vit import config, data, evaluate, train
 from vit.reports import metrics
 from vit.run import checkpoint, devices, optim, runs, safety, steps
-from vit.run.loop import Progress
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -71,32 +70,6 @@ def test_three_steps(digits_run):
     assert evaluate.evaluate_run(workdir, step="best") == report
     assert report["eval_accuracy"] == record["eval_accuracy"]
     assert report["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
-
-
-def test_metrics_are_read_while_the_next_steps_compute():
-    """A line of the log is written when two steps after it wait, and never are there more than
-    three; seconds without a batch are added up."""
-    done, written, settings = [0], [], small_config(log_every=4)
-
-    class Loss(np.ndarray):
-        def __new__(cls, number):
-            loss = np.asarray(1.0).view(cls)
-            loss.number = number
-            return loss
-
-        def block_until_ready(self):
-            done[0] = max(done[0], self.number)
-
-    task, rate = runs.subject(settings)[1], lambda step: 0.0
-    log = Progress(settings, task, rate, 44, 10, ["kernel"], written.append, False, 0.0)
-    for number in range(1, 10):
-        values = {"train_loss": Loss(number), "finite": np.array([True])}
-        log.add(number, values, requested=time.perf_counter(), waited=0.5)
-        assert done[0] == max(0, number - 2)
-        assert len(written) == max(0, number - 2) // 4
-    log.read()
-    assert [record["step"] for record in written] == [4, 8, 9]
-    assert [record["data_seconds"] for record in written] == [2.0, 2.0, 0.5]
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, capsys):
@@ -311,22 +284,3 @@ def test_a_killed_process_resumes_and_is_evaluated(tmp_path):
     log = metrics.read(workdir / "metrics.jsonl")
     assert [r["step"] for r in log] == list(range(2, 89, 2))
     assert evaluate.evaluate_run(workdir)["eval_accuracy"] == log[-1]["eval_accuracy"]
-
-
-@pytest.mark.thorough
-def test_a_dead_reader_of_the_log_stops_nothing(tmp_path):
-    """`| tee log` when Ctrl-C ends tee first: the run ends as it would alone."""
-    workdir = tmp_path / "run"
-    process = subprocess.Popen(
-        [*COMMAND, f"--workdir={workdir}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=ENVIRONMENT,
-    )
-    assert process.stdout
-    assert process.stdout.readline() == b"building the model\n"
-    process.stdout.close()
-    reached(workdir, process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE) == safety.STOPPED
-    assert checkpoint.found(workdir)[-1] < 88

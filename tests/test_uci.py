@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from experiments.common import statistics, tabular
 from experiments.kernels import matern
 from experiments.tabular import copula, uci
 from experiments.tabular import gp as uci_gp
-from performer import gp, kernels
+from performer import gp
 from tests.small import read_csv
 
 FOURIER, LAPLACE = uci.SCHEMES
@@ -58,48 +57,6 @@ def test_ratio():
     values = 0.5 * reference + 0.1 * rng.normal(size=reference.shape)
     found = np.array([statistics.ratio(a, b) for a, b in zip(values, reference, strict=True)])
     assert found[:, 1].mean() == pytest.approx(found[:, 0].std(), rel=0.1)
-
-
-def test_scores_match_the_equations(splits):
-    """VRC Eqs 42 and 43 in NumPy."""
-    with jax.enable_x64(True):
-        split = uci_gp.Split(
-            *(jnp.asarray(part[0]) for part in splits[:4]), gp.Scales(2.0, 1.5, 0.4)
-        )
-        w = jax.random.normal(jax.random.key(0), (4, 4))
-        got = jax.jit(
-            lambda split, w: uci_gp.scores(split, w, uci_gp.exact(split), kernels.gaussian)
-        )(split, w)
-    x, y, new, new_y = (part[0] for part in splits[:4])
-
-    def kernel(a, b):
-        squares = np.sum((a[:, None] - b) ** 2, axis=-1)
-        return 1.5**2 * np.exp(-squares / 2 / 2.0**2)
-
-    def estimate(a, b):
-        angles = (a[:, None] - b) @ np.asarray(w).T / 2.0
-        return 1.5**2 * np.cos(angles).mean(axis=-1)
-
-    def law(k):
-        solved = k(new, x) @ np.linalg.inv(k(x, x) + 0.16 * np.eye(len(x)))
-        return solved @ y, k(new, new) - solved @ k(new, x).T + 0.16 * np.eye(len(new))
-
-    def kl(p, q):
-        inverse, shift = np.linalg.inv(q[1]), q[0] - p[0]
-        dets = np.linalg.slogdet(q[1])[1] - np.linalg.slogdet(p[1])[1]
-        return (np.trace(inverse @ p[1]) + shift @ inverse @ shift - len(new) + dets) / 2
-
-    exact, approximate = law(kernel), law(estimate)
-    zero = np.zeros(len(new))
-    priors = [(zero, k(new, new) + 0.16 * np.eye(len(new))) for k in (kernel, estimate)]
-    want = [
-        np.sqrt(np.mean((kernel(new, new) - estimate(new, new)) ** 2)),
-        kl(exact, approximate) / len(new),
-        np.sqrt(np.mean((approximate[0] - new_y) ** 2)),
-        -stats.multivariate_normal(*approximate).logpdf(new_y) / len(new),
-        kl(*priors) / len(new),
-    ]
-    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.thorough
