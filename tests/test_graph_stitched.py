@@ -12,10 +12,10 @@ from tests.graph_examples import copies, karate
 @pytest.mark.parametrize("power", [1, 2, 3])
 def test_the_root_of_a_series(power):
     """A diffusion kernel's is that of sigma / sqrt(power); any other's powers are the series."""
-    g = stitched.root(kernels.Diffusion(2.0), power)(30)
+    g = kernels.root(kernels.Diffusion(2.0)(30), power)
     np.testing.assert_allclose(g, kernels.Diffusion(2.0 / power**0.5)(30), atol=1e-6)
     series = lambda length: 0.5 ** np.arange(length) * (1 + np.arange(length) % 3)  # noqa: E731
-    g, product = np.asarray(stitched.root(series, power)(20), np.float64), np.ones(1)
+    g, product = np.asarray(kernels.root(series(20), power), np.float64), np.ones(1)
     for _ in range(power):
         product = np.convolve(product, g)
     np.testing.assert_allclose(product[:20], series(20), rtol=1e-4, atol=1e-6)
