@@ -15,7 +15,7 @@ from pathlib import Path
 from experiments import compare
 from experiments.common import harness, launch
 from experiments.graphs import scale
-from experiments.speed import vit
+from experiments.speed import attention, vit
 
 RESULTS = Path(__file__).parent / "results"
 PASSES = {"forward": "forward", "both": "forward and backward"}
@@ -44,13 +44,7 @@ def converted(rows: list[harness.Row]) -> list[harness.Row]:
 
 
 OWN: dict[str, harness.Row] = {
-    "benchmark/crossover": dict(
-        columns=("exact", "public", "ours", "ours, causal"),
-        x="tokens",
-        line="{line}",
-        log="xy",
-        ylabel="time per token and head (ns)",
-    ),
+    "benchmark/crossover": attention.FIGURES["crossover"],
     "benchmark/vit/vit": vit.FIGURES["vit"],
     "compare/fashion_197/results": compare.FIGURES["results"],
     "convert/default/conversion": dict(

@@ -23,7 +23,7 @@ with 200 to 20,000 draws, `assert_unbiased` with 2,000 or more (within errors of
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,10 @@ from jaxtyping import Array, Float
 from scipy import special, stats
 
 from performer import couplings, features
+from performer.features import Kernel
 from performer.typing import Coupling, hashable, jit_static
 
 FALSE_ALARM_RATE = 1e-4
-Kernel = Literal["softmax", "gaussian"]
 _BATCH = 2000
 
 

@@ -1,6 +1,5 @@
 """A model written as one program: what it is worth to a process that has JAX alone."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -92,17 +91,6 @@ def test_every_model_for_every_number_of_images(name):
     for number in (1, 6):
         want, _ = model.outputs(images(number))
         np.testing.assert_allclose(program.call(images(number)), want, atol=2e-2)
-
-
-@pytest.mark.thorough
-def test_what_stands_beside_it(tmp_path):
-    data = config.Data(eval_resize=10)
-    export.export(trained(data=data), tmp_path / "new" / "birds.stablehlo")
-    about = json.loads((tmp_path / "new" / "birds.json").read_text())
-    assert about["class_names"] == list(NAMES)
-    assert (about["image_size"], about["channels"], about["step"]) == (8, 1, 3)
-    assert about["preprocessing"]["shorter_side"] == 10
-    assert about["program"] == "birds.stablehlo"
 
 
 def test_nothing_is_overwritten(tmp_path):

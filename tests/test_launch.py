@@ -92,45 +92,6 @@ def test_a_bad_value_ends_in_one_line(given, said):
     assert "\n" not in str(end.value)
 
 
-PROGRAM = '''
-"""What it does."""
-from pathlib import Path
-from typing import Literal
-from experiments.common import launch
-
-def words(what: Literal["a", "b"], /, draws: int = 3, out: Path = Path("x")) -> None:
-    """Does it.
-
-    Args:
-        what: of them.
-        draws: how many.
-        out: folder.
-    """
-    print(what, draws, out)
-
-if __name__ == "__main__":
-    launch.run({}, {})
-'''
-
-
-@pytest.mark.thorough
-def test_a_program(tmp_path):
-    unknown = "ValueError: unknown value 'c'; did you mean 'b'? Choices: a, b"
-    cases = [
-        ("words", {"draws": 2}, ["--out=y", "a", "--quick"], "a 2 y/quick"),
-        ("words", {"draws": 2}, ["a", "--quick", "--draws=9"], "a 9 x/quick"),
-        ("words", None, ["c"], unknown),
-        ("words", None, ["a", "--draws=1"], "ValueError: --draws=1 must be at least 2"),
-    ]
-    lines = []
-    for number, (main, quick, given, _) in enumerate(cases):
-        path = tmp_path / f"program{number}.py"
-        path.write_text(PROGRAM.replace("{}, {}", f"{main}, {quick}"))
-        lines.append([str(path), *given])
-    outcomes = commands.start_all(lines, ("experiments.common.launch",))
-    assert [(out + err).strip() for _, out, err in outcomes] == [case[-1] for case in cases]
-
-
 LAUNCHED = [
     module
     for module, _ in cli.programs("experiments").values()

@@ -69,16 +69,6 @@ def test_rollout_is_that_of_the_paper():
     np.testing.assert_allclose(ours.sum(axis=-1), 1, atol=1e-5)
 
 
-def test_maps_leave_out_tokens_without_a_place():
-    """Two of them, and four patches: the row of the class token, or the mean of the patches'."""
-    total = np.random.default_rng(0).uniform(size=(1, 6, 6))
-    for has_token, want in [(True, total[0, 0, 2:]), (False, total[0, 2:, 2:].mean(axis=0))]:
-        for order in (np.arange(4), np.array([2, 0, 3, 1])):
-            rows = total[..., [0, 1, *(2 + order)]][:, [0, 1, *(2 + order)]]
-            got = rollout._on_patches(jnp.asarray(rows), has_token, 2, order)
-            np.testing.assert_allclose(np.ravel(got), want / want.sum(), rtol=1e-5)
-
-
 @pytest.mark.thorough
 def test_maps_with_a_window_lie_as_the_picture_does():
     """The exact ones are those of the model without one; its own are those of its attention."""

@@ -1,57 +1,57 @@
-"""Attention against the number of tokens on one device: values first, then times.
+"""Speed and memory of `performer_attention`; `python -m experiments.benchmark` runs it.
 
-    python -m experiments.benchmark attention --lengths=197,512,1024,2048,4096,16384,65536
-
-m = 128 frequencies, heads of width 64. Output and gradients of 197 tokens are compared with
-float64. Then each implementation of `experiments.speed.baselines` is timed at each length, forward
-and forward + backward (with respect to query, key and value, one compiled program), bidirectional
-and causal: about 16,384 tokens of 12 heads in bfloat16 on a GPU or TPU, of one head in float32 on a
-CPU. An implementation whose values are wrong is not timed. Each row is written when it is measured,
-and the same command goes on with the missing ones. Nothing is begun after --minutes.
+m = 128 frequencies, heads of width 64. A pass is the output ("forward") or the output and the
+gradients with respect to query, key and value ("forward + backward"): one compiled program, made in
+the same way for every implementation of `experiments.speed.baselines`, and timed as
+`experiments.common.timing` says. A ratio of times comes twice: wall time, and time of all threads
+on the CPU. Passes are in float32 with batch 1. `experiments.speed.lengths` has those of a GPU or
+TPU.
 """
 
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from experiments.common import harness, timing
-from experiments.speed.baselines import IMPLEMENTATIONS, D, inputs
-from vit.reports import report
+from experiments.speed.baselines import IMPLEMENTATIONS, inputs
+from performer import performer_attention
 
+Row = dict[str, Any]
 FORWARD, BOTH = "forward", "forward + backward"
-NAMES = {
-    "cpu": ("ours", "exact", "public"),
-    "gpu": ("ours", "exact", "cuDNN"),
-    "tpu": ("kernel", "ours", "exact"),
-}
-"""Implementations by platform; "kernel" is the one for TPU."""
-TOKENS = 16384
-"""Tokens of all sequences together, at least."""
+SIZES = ((1024, 12), (4096, 4), (16384, 1))
+"""(tokens, heads)"""
 EXACT_TOKENS = 4096
 """Most tokens of exact attention on a CPU."""
-CHECKED = 197
-"""Length of the sequences whose values are compared."""
-DIFFERENCE = 0.03
-"""Bound of the error by bfloat16 in output and gradients, relative to their norm."""
-TIMED = ("compilation, s", "temporary, MiB", "time, ms", "ns per token and head")
-KEYS = ("implementation", "pass", "tokens", "batch", "heads")
-FIGURE: harness.Row = dict(
-    change=lambda rows: [row for row in rows if row["time, ms"] != ""],
-    x="tokens",
-    y="ns per token and head",
-    line="{implementation}",
-    panel="{pass}",
-    log="xy",
-    ylabel="time per token and head (ns)",
+TOKENS_AND_HEADS = 16384
+"""Product of tokens and heads in each case of `crossover`."""
+CROSSOVER = ("exact", "public", "ours", "ours, causal")
+FIGURES: harness.Figures = {
+    "crossover": dict(
+        columns=CROSSOVER,
+        x="tokens",
+        line="{line}",
+        log="xy",
+        ylabel="time per token and head (ns)",
+    )
+}
+
+
+class Scale(NamedTuple):
+    """Amount of work: everything, or with --quick a 16th of the tokens and few repeats."""
+
+    repeats: int = 7
+    divisor: int = 1
+
+
+ROUNDS = (
+    (BOTH, "ours", ("exact", "public")),
+    (BOTH, "ours, causal", ("exact, causal", "public, causal")),
+    (FORWARD, "ours, causal", ("public, causal",)),
 )
-Row = harness.Row
+"""Pass, baseline of the comparison, and the implementations that take turns with it."""
 
 
 def program(name: str, which: str, args: list[jax.Array]) -> timing.Program:
@@ -65,138 +65,88 @@ def program(name: str, which: str, args: list[jax.Array]) -> timing.Program:
     return timing.compiled(both, *args) if which == BOTH else timing.compiled(function, *args[:4])
 
 
+def measured(
+    programs: dict[str, timing.Program], which: str, shape: Sequence[int], repeats: int
+) -> dict[str, Row]:
+    """Time programs in turn (`timing.race`); return a row of the table of times for each."""
+    best = timing.race({name: each.call for name, each in programs.items()}, repeats)
+    return {
+        name: {
+            "implementation": name,
+            "pass": which,
+            "shape": "x".join(map(str, shape)),
+            "wall, ms": 1e3 * best[name].wall,
+            "CPU, ms": 1e3 * best[name].cpu,
+            "compilation, s": each.compile_seconds,
+            "temporary, MiB": each.temporary_bytes / 2**20,
+        }
+        for name, each in programs.items()
+    }
+
+
+def versus(names: str, case: str, above: Row, below: Row) -> Row:
+    """Return a row of the summary with the ratio of two times."""
+    wall, cpu = (above[key] / below[key] for key in ("wall, ms", "CPU, ms"))
+    return {"quantity": f"time: {names}", "case": case, "measured": wall, "by CPU time": cpu}
+
+
 def feasible(names: Iterable[str], tokens: int) -> list[str]:
     """Return the names without exact attention where it takes too long."""
     short = jax.default_backend() != "cpu" or tokens <= EXACT_TOKENS
     return [name for name in names if short or not name.startswith("exact")]
 
 
-def softmax64(name: str, args: Sequence[jax.Array]) -> list[np.ndarray]:
-    """Return output and gradients from the whole matrix of logits, in float64 on the CPU.
+def rounds(scale: Scale) -> tuple[list[Row], list[Row]]:
+    """Return ratios of times and memory of `ROUNDS`, and all the times behind them."""
+    rows, times = [], []
+    for (which, base, others), (full, heads) in itertools.product(ROUNDS, SIZES):
+        tokens = max(full // scale.divisor, 16)
+        args = inputs(tokens, heads)
+        names = feasible((base, *others), tokens)
+        programs = {name: program(name, which, args) for name in names}
+        here = measured(programs, which, args[0].shape, scale.repeats)
+        times += here.values()
+        case = f"{which}, N = {tokens}, H = {heads}"
+        for name in names[1:]:
+            rows.append(versus(f"{name} / {base}", case, here[name], here[base]))
+            ratio = here[base]["temporary, MiB"] / here[name]["temporary, MiB"]
+            quantity = {"quantity": f"temporary memory: {base} / {name}", "case": case}
+            rows.append(quantity | {"measured": ratio, "by CPU time": ""})
+    return rows, times
 
-    The logits are q.k for exact attention, and log sum_j e^{w_j.(q + k) - |k|^2 / 2} otherwise:
-    what does not depend on the key cancels. q and k are scaled by D^{-1/4}.
+
+def decoding(scale: Scale, heads: int = 12) -> Row:
+    """Time sixteen tokens one by one, after many tokens and after few."""
+    causal = partial(performer_attention, is_causal=True, return_state=True)
+    step, token = jax.jit(causal), inputs(1, heads)[:4]
+
+    def decode(state: Any) -> Any:
+        for _ in range(16):
+            _, state = step(*token, initial_state=state)
+        return state
+
+    lengths, programs = (65536 // scale.divisor, 1024 // scale.divisor), {}
+    for length in lengths:
+        _, state = jax.block_until_ready(jax.jit(causal)(*inputs(length, heads)[:4]))
+        programs[str(length)] = timing.Program(partial(decode, state), 0.0, 0)
+    shape, repeats = token[0].shape, max(50 // scale.divisor, 7)
+    long, short = measured(programs, FORWARD, shape, repeats).values()
+    case = f"decoding step after {lengths[0]} / {lengths[1]} tokens, H = {heads}"
+    return versus("ours, causal", case, long, short)
+
+
+def crossover(scale: Scale) -> list[Row]:
+    """Time attention against the number of tokens, in nanoseconds per token and head.
+
+    Forward + backward, for about 16,384 tokens x heads: where a curve rises, attention costs more
+    than linear.
     """
-
-    def attention(query, key, value, frequencies):
-        query, key = query * D**-0.25, key * D**-0.25
-        if name.startswith(("exact", "cuDNN")):
-            logits = jnp.einsum("bthd,bshd->bhts", query, key)
-        else:
-            left = jnp.einsum("bthd,md->bhtm", query, frequencies)[:, :, :, None]
-            right = jnp.einsum("bshd,md->bhsm", key, frequencies)[:, :, None]
-            norms = jnp.einsum("bshd,bshd->bhs", key, key)[:, :, None]
-            logits = jax.nn.logsumexp(left + right, axis=-1) - norms / 2
-        if name.endswith("causal"):
-            logits = jnp.where(jnp.tri(*logits.shape[-2:], dtype=bool), logits, -jnp.inf)
-        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), value)
-
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        *qkvw, gradient = (jnp.asarray(np.asarray(x, np.float64)) for x in args)
-        output, pull = jax.vjp(partial(attention, frequencies=qkvw.pop()), *qkvw)
-        return [np.asarray(x) for x in (output, *pull(gradient))]
-
-
-def checked(name: str, dtype: Any) -> Row:
-    """Return the relative errors of output and gradients, the largest."""
-    args = inputs(CHECKED, 2, 1, dtype)
-    if dtype == jnp.bfloat16:  # the frequencies are rounded as the queries are
-        args[3] = args[3].astype(dtype).astype(jnp.float32)
-    got, exact = jax.tree.leaves(program(name, BOTH, args).call()), softmax64(name, args)
-    pairs = ((np.asarray(a, np.float64), b) for a, b in zip(got, exact, strict=True))
-    errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
-    return {"relative error": max(errors)}
-
-
-def timed(name: str, which: str, args: list[jax.Array], queued: int) -> Row:
-    """Compile and time one implementation."""
-    compiled = program(name, which, args)
-    start = time.perf_counter()
-    jax.block_until_ready(compiled.call())
-    seconds = time.perf_counter() - start
-    count = int(min(max(0.1 / seconds, 1), queued))
-    best = timing.race({name: compiled.call}, 5 if seconds < 1 else 2, count)[name]
-    batch, tokens, heads, _ = args[0].shape
-    return {
-        "compilation, s": compiled.compile_seconds,
-        "temporary, MiB": compiled.temporary_bytes / 2**20,
-        "time, ms": 1e3 * best.wall,
-        "ns per token and head": 1e9 * best.wall / (batch * tokens * heads),
-    }
-
-
-def measure(lengths: Sequence[int], minutes: float, out: Path) -> str:
-    """Write the missing rows of lengths_PLATFORM.csv, the table of speed-ups and the figure.
-
-    Returns the table.
-    """
-    start, platform = time.monotonic(), jax.default_backend()
-    path = out / f"lengths_{platform}"
-    dtype, heads, queued = (jnp.float32, 1, 1) if platform == "cpu" else (jnp.bfloat16, 12, 20)
-    names = [name + end for name in NAMES[platform] for end in ("", ", causal")]
-    cases = [(name, "values", CHECKED, 1, 2) for name in names]
-    cases += [
-        (name, which, tokens, max(TOKENS // tokens, 1), heads)
-        for tokens in lengths
-        for which in (FORWARD, BOTH)
-        for name in feasible(names, tokens)
-    ]
-    csv = path.with_suffix(".csv")
-    rows = harness.read(csv) if csv.exists() else []
-    done = {tuple(row[key] for key in KEYS) for row in rows}
-    for case in cases:
-        wrong = {r["implementation"] for r in rows if r["pass"] == "values" and r["note"]}
-        name, which, tokens, batch, heads = case
-        if case in done or name in wrong:
-            continue
-        if time.monotonic() - start > 60 * minutes:
-            print("Time is up: the same command goes on.", flush=True)
-            break
-        row: Row = {key: "" for key in (*KEYS, "relative error", *TIMED, "note")}
-        row |= dict(zip(KEYS, case, strict=True))
-        try:
-            if which == "values":
-                row |= checked(name, dtype)
-                # The published algorithm has an epsilon beside features of any size.
-                right = row["relative error"] < DIFFERENCE or name.startswith("public")
-                row["note"] = "" if right else "wrong values"
-            else:
-                row |= timed(name, which, inputs(tokens, heads, batch, dtype), queued)
-        except Exception as error:  # out of memory, or not supported there
-            row["note"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        rows.append(row)
-        report.table(rows, path)
-        print(*(f"{k} {x}" for k, x in row.items() if x != ""), sep=", ", flush=True)
-    if any(row["time, ms"] for row in rows):
-        harness.figure(path, **FIGURE)
-    return harness.show(speedups(rows), out / f"speedups_{platform}")
-
-
-def speedups(rows: Sequence[Row]) -> list[Row]:
-    """Return the speed-ups over each baseline by length, and the break-even between lengths."""
-    times = {tuple(r[k] for k in KEYS[:3]): r["time, ms"] for r in rows if r["time, ms"] != ""}
-    lengths = sorted({tokens for *_, tokens in times})
-    lines = []
-    passes = dict.fromkeys(key[:2] for key in times)
-    for (name, which), base in itertools.product(passes, ("ours", "kernel")):
-        kind, comma, end = name.partition(", ")
-        ours = base + comma + end
-        found = {
-            n: times[name, which, n] / times[ours, which, n]
-            for n in lengths
-            if {(name, which, n), (ours, which, n)} <= times.keys()
-        }
-        if found and kind not in (base, "kernel"):
-            case = {"implementation": ours, "compared with": name, "pass": which}
-            cells = {f"{n:,} tokens": found.get(n, "") for n in lengths}
-            lines.append(case | {"break-even, tokens": break_even(found)} | cells)
-    return lines or [{"implementation": "nothing was timed"}]
-
-
-def break_even(found: dict[int, float]) -> float | str:
-    """Return the length of speed-up 1, by log-linear interpolation; "" if it is not crossed."""
-    for (n, low), (m, high) in zip(found.items(), list(found.items())[1:], strict=False):
-        if low < 1 <= high:
-            part = np.log(1 / low) / np.log(high / low)
-            return round(float(np.exp(np.log(n) + part * np.log(m / n))))
-    return ""
+    total, rows = TOKENS_AND_HEADS // scale.divisor, []
+    for tokens in (2**i for i in range(7, total.bit_length())):
+        heads = total // tokens
+        args = inputs(tokens, heads)
+        programs = {name: program(name, BOTH, args) for name in feasible(CROSSOVER, tokens)}
+        here = measured(programs, BOTH, args[0].shape, scale.repeats)
+        times = {name: 1e6 * each["wall, ms"] / (tokens * heads) for name, each in here.items()}
+        rows.append({"tokens": tokens, "heads": heads, "exact": "", **times})
+    return rows

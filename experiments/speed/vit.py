@@ -33,7 +33,7 @@ FIGURES: harness.Figures = {
 }
 
 
-def measured(pixels: int, repeats: int) -> list[dict[str, Any]]:
+def measured(pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
     """Time each number of tokens with each kind of attention."""
     rows = []
     for patch in PATCHES:

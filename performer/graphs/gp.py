@@ -129,7 +129,8 @@ def sample(
     positive_number("noise_scale", noise_scale)
     positive_number("output_scale", output_scale)
     law = noise_scale, output_scale, tolerance
-    near = kernel if _traced(kernel, observed) else _rows(kernel, observed)
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((kernel, observed)))
+    near = kernel if traced else _rows(kernel, observed)
     paths, residual = _sample(key, kernel, near, observed, y, *law, num_samples=num_samples)
     return _converged(paths, residual, tolerance)
 
@@ -151,10 +152,6 @@ def _sample(key, kernel, near, observed, y, noise_scale, output_scale, tolerance
     seen = jnp.zeros_like(prior).at[observed].add(solution)
     correction = kernel.left @ near.left.transposed(seen)
     return (prior + output_scale**2 * correction).T, residual
-
-
-def _traced(*trees: Any) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
 
 
 def _rows(kernel: features.Estimate, nodes: Array) -> features.Estimate:
