@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from absl import flags
+
 from vit import config as configs
-from vit.config import cli
-from vit.config.arguments import Parser
+from vit.config import arguments, cli
 
 COMMAND = re.compile(
     r"(?:python -m (vit|experiments|tests)\.|performer-(vit|experiments) )(\w+(?:\.\w+)*)"
     r"((?: \\\n|[^\n`])*)"
 )
-DEVICES = Path("vit/run/devices.py").read_text()
 SHARED = {
     "experiments.language_model": {
         "convert": "vit.convert",
@@ -67,7 +67,7 @@ def check(module: str, given: list[str]) -> None:
         elif argument.startswith("--config.") or argument.startswith("config."):
             name, _, value = argument.removeprefix("--").removeprefix("config.").partition("=")
             for text in value.split(",") if argument.startswith("config.") else [value]:
-                Parser(configs.TYPES[name]).parse(text)
+                arguments.Parser(configs.TYPES[name]).parse(text)
     if own and not module.startswith("tests."):  # without flags: a name in prose
         known = flags_of(module) | {"help"}
         for name in re.findall(r"^--(\w+)", "\n".join(own), flags=re.MULTILINE):
@@ -76,13 +76,10 @@ def check(module: str, given: list[str]) -> None:
 
 def flags_of(module: str) -> set[str]:
     """The names of the flags that a program defines."""
-    path = Path(*module.split("."))
-    source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    names = set(re.findall(r"(?:DEFINE_\w+|add_argument)\(\s*\"-*(\w+)", source + DEVICES))
-    mains = re.findall(r"launch\.run\((\w+)|    define\((\w+)\)", source)
-    for main in {name for pair in mains for name in pair if name}:
-        names |= {*inspect.signature(getattr(importlib.import_module(module), main)).parameters}
-    return names | {"quick"} if "quick=" in source else names
+    program, values = importlib.import_module(module), flags.FlagValues()
+    quick = {} if ".run(main, quick=" in inspect.getsource(program) else None
+    arguments.define(program.main, quick, values)
+    return {*values}
 
 
 # A process that imports once, then starts every command line in a copy of itself.

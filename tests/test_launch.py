@@ -11,7 +11,6 @@ import jax
 import pytest
 from absl import flags
 
-from experiments.common import launch
 from tests import commands
 from tests.pages import code
 from vit.config import arguments, cli
@@ -48,7 +47,7 @@ def example(
 
 def parsed(*given):
     values = flags.FlagValues()
-    launch.define(example, {"draws": 1}, values)
+    arguments.define(example, {"draws": 1}, values)
     parse_flags(["program", *given], values)
     return {name: values[name].value for name in values}
 
@@ -105,13 +104,13 @@ def test_every_experiment_starts_and_explains_its_flags():
     for module in LAUNCHED:
         main = importlib.import_module(module).main
         values, told = flags.FlagValues(), arguments.meanings(main)
-        parameters = launch.define(main, None, values)
+        parameters = arguments.define(main, None, values)
         assert list(told) == [p.name for p in parameters]
         assert all(told.values())
         for p in parameters:
             given = p.name in values and p.default not in (None, p.empty, (), "")
             if given and p.annotation is not bool:
-                parser = launch.Parser(p.annotation)
+                parser = arguments.Parser(p.annotation)
                 assert parser.parse(parser.serialize(p.default)) == p.default
 
 

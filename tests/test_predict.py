@@ -2,7 +2,6 @@
 
 import csv
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -99,16 +98,12 @@ def test_maps_are_of_the_models_own_queries_and_keys(model):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys, workdir):
+def command(capsys, workdir):
     """The command in this process: what it prints on its two streams."""
 
     def run(*pictures, csv=None, top=5):
-        values = dict(workdir=workdir, step=None, top=top, csv=csv, attention=None)
-        for name, value in values.items():
-            flag = SimpleNamespace(value=value)
-            monkeypatch.setattr(predict, f"_{name.upper()}", flag, raising=False)
         try:
-            predict.main(["vit.predict", *map(str, pictures)])
+            predict.main(*pictures, workdir=workdir, top=top, csv=csv)
         finally:
             streams.append(capsys.readouterr())
         return streams[-1]
@@ -120,7 +115,7 @@ def command(monkeypatch, capsys, workdir):
 def test_the_command(command, workdir, folder):
     """Writes the table, names and counts what cannot be read, and says what can be done next."""
     table = folder / "table.csv"
-    said, told = command(folder, csv=str(table), top=2)
+    said, told = command(folder, csv=table, top=2)
     assert told.startswith(f"loading {workdir} and compiling the model\n")
     assert "broken.png cannot be read as an image: it is none of" in told
     assert f"3 pictures -> {table}; 1 could not be read" in told
@@ -130,9 +125,9 @@ def test_the_command(command, workdir, folder):
     assert [Path(line[0]).name for line in lines[1:]] == ["a.png", "b.JPG", "c.bmp"]
     before = table.read_bytes()
     with pytest.raises(ValueError, match="table.csv exists already"):
-        command(folder, csv=str(table))
+        command(folder, csv=table)
     assert table.read_bytes() == before
-    command(folder / "a.png", csv=str(folder / "all.csv"), top=99)
+    command(folder / "a.png", csv=folder / "all.csv", top=99)
     head = (folder / "all.csv").read_text().splitlines()[0]
     assert head.endswith("class 10,probability 10")  # there are no more
     with pytest.raises(SystemExit, match="1"):
