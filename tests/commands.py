@@ -68,9 +68,10 @@ def check(module: str, given: list[str]) -> None:
             name, _, value = argument.removeprefix("--").removeprefix("config.").partition("=")
             for text in value.split(",") if argument.startswith("config.") else [value]:
                 arguments.Parser(configs.TYPES[name]).parse(text)
-    if own and not module.startswith("tests."):  # without flags: a name in prose
+    names = re.findall(r"^--(\w+)", "\n".join(own), flags=re.MULTILINE)
+    if names and not module.startswith("tests."):
         known = flags_of(module) | {"help"}
-        for name in re.findall(r"^--(\w+)", "\n".join(own), flags=re.MULTILINE):
+        for name in names:
             assert name in known or name.removeprefix("no") in known, f"--{name} of {module}"
 
 
