@@ -31,27 +31,34 @@ def draws_of(name):
     return drawn(GAUSSIAN, 12, 5, 10_000)[name][:DRAWS].astype(np.float64)
 
 
-BITS = [pytest.mark.thorough, pytest.mark.optimised("one block and two round alike")]
-
-
-@pytest.mark.parametrize(("m", "d"), [(13, 4), pytest.param(128, 64, marks=BITS)])
-def test_draws_are_deterministic_and_prefixes(m, d):
-    """With one key, fewer features are the first of more: common random numbers over m."""
+@cache
+def drawing(m, d):
+    """Of a key {name: (m antithetic rows, m rows, m / 2 rows)}."""
 
     @jax.jit
     def draw(key):
+        of = {x: couplings.get(x) for x in NAMES}
         return {
-            name: (coupling(key, m, d), coupling(key, m // 2, d))
-            for name, coupling in couplings.COUPLINGS.items()
+            x: (of[f"{x}-antithetic"](key, m, d), of[x](key, m, d), of[x](key, m // 2, d))
+            for x in couplings.COUPLINGS
         }
 
-    first, again, other = draw(jax.random.key(0)), draw(jax.random.key(0)), draw(jax.random.key(1))
-    for name, (many, few) in first.items():
+    return draw
+
+
+BITS = [pytest.mark.thorough, pytest.mark.optimised("one block and two round alike")]
+
+
+@pytest.mark.parametrize(("m", "d"), [(12, 5), pytest.param(128, 64, marks=BITS)])
+def test_draws_are_deterministic_and_prefixes(m, d):
+    """With one key, fewer features are the first of more: common random numbers over m."""
+    first, again, other = (drawing(m, d)(jax.random.key(seed)) for seed in (0, 0, 1))
+    for name, (_, many, few) in first.items():
         assert many.shape == (m, d)
         assert many.dtype == jnp.float32
         np.testing.assert_allclose(few, many[: m // 2], atol=1e-6, err_msg=name)
-        np.testing.assert_array_equal(many, again[name][0])
-        assert not np.array_equal(many, other[name][0])
+        np.testing.assert_array_equal(many, again[name][1])
+        assert not np.array_equal(many, other[name][1])
 
 
 def test_rows_are_gaussian(gaussian):
@@ -163,23 +170,9 @@ def test_pm_shares_one_length_per_block():
     assert abs(np.corrcoef(lengths[:, 0], lengths[:, 5])[0, 1]) < 5 / np.sqrt(DRAWS)
 
 
-@cache
-def halves():
-    """{name: (12 antithetic rows, 6 rows)}, of one key."""
-
-    @jax.jit
-    def draw(key):
-        return {
-            name: (couplings.get(name)(key, 12, 5), coupling(key, 6, 5))
-            for name, coupling in zip(ANTITHETIC, couplings.COUPLINGS.values(), strict=True)
-        }
-
-    return draw(jax.random.key(0))
-
-
 @pytest.mark.parametrize("name", ANTITHETIC)
 def test_antithetic_halves_are_the_coupling_and_its_opposite(name):
-    W, want = halves()[name]
+    W, _, want = drawing(12, 5)(jax.random.key(0))[name.removesuffix("-antithetic")]
     assert W.shape == (12, 5)
     assert W.dtype == jnp.float32
     np.testing.assert_array_equal(W[:6], -W[6:])

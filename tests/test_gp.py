@@ -26,7 +26,7 @@ def _float64():
 
 def test_exact_is_that_of_sklearn():
     """Posterior, likelihood and prior."""
-    pairs = [(kernels.matern(nu), of_sklearn.Matern(0.8, nu=nu)) for nu in (0.5, 1.5, 2.5)]
+    pairs = [(kernels.matern(nu), of_sklearn.Matern(0.8, nu=nu)) for nu in (0.5, 2.5)]
     for ours, theirs in [("gaussian", of_sklearn.RBF(0.8)), *pairs]:
         kernel = of_sklearn.ConstantKernel(SCALES.output_scale**2) * theirs
         alpha = SCALES.noise_scale**2
@@ -195,6 +195,7 @@ def test_singular_gram_matrices_have_a_posterior(dtype):
     assert (abs(np.diagonal(laws.covariance, axis1=1, axis2=2)) < 1e-3).all()
 
 
+@pytest.mark.thorough
 def test_derivatives_of_the_likelihoods():
     """First and second in the logarithm of the noise, first in the features and values."""
     phi, y = PHI[:6, :3], Y[:6]

@@ -8,7 +8,7 @@ from experiments.graphs import data as graph_data
 from experiments.graphs import kernels as graph_kernels
 from experiments.graphs import tasks as graph_tasks
 from experiments.graphs import termination
-from performer.graphs import Graph, features, theory
+from performer.graphs import Graph, features
 from tests.small import read_csv
 
 pytestmark = pytest.mark.thorough
@@ -57,17 +57,6 @@ def test_kernel_errors_are_those_of_the_librarys_estimate(monkeypatch):
         assert error == pytest.approx(want, rel=1e-3)
     more = graph_kernels.kernel_errors(key, PATH_AND_EDGE, "independent", 20)
     assert all(len(np.unique(of)) > 3 for of in more)
-
-
-@pytest.mark.parametrize("coupling", ["independent", "antithetic"])
-def test_pagerank_errors_are_those_of_the_theory(coupling, monkeypatch):
-    """The mean of 1,500 squared errors, to five standard errors."""
-    monkeypatch.setattr(graph_kernels, "WALKS", (2,))
-    path = PATH_AND_EDGE[0]
-    found = graph_kernels.pagerank_errors(jax.random.key(1), [path], coupling, 1500)
-    assert found.shape == (1, 1500, 1)
-    want = theory.pagerank_variance(path, num_walks=2, p_halt=0.3, coupling=coupling).sum()
-    assert abs(found.mean() - want) < 5 * found.std() / np.sqrt(1500) + 1e-3 * want
 
 
 def test_kernel_figures(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import itertools
 import jax
 import networkx
 import numpy as np
+import pytest
 
 from performer.graphs import Graph, couplings, features, kernels, matching
 from tests.graph_examples import blocks, copies, example, laplacian, weights_matrix
@@ -107,6 +108,7 @@ def test_the_assignment_is_optimal_and_short_walks_meet_long_ones():
     assert found[-1] < 3 <= found[0]
 
 
+@pytest.mark.thorough
 def test_learned_pairs_have_a_lower_error_than_independent_ones():
     """On the graph they were learned on, two walks at p = .35: many standard errors."""
     exact, count = np.asarray(kernels.RegularisedLaplacian().dense(GRAPH)), 150

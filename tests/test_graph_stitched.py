@@ -37,6 +37,7 @@ def test_products_are_those_of_the_dense_matrices():
     assert kernel.shape == (34, 34)
 
 
+@pytest.mark.thorough
 def test_unbiased():
     """595 entries of 300 independent estimates within 5.5 errors; by t_299: 1 alarm in 1e4."""
     count, kernel = 300, kernels.Diffusion(1.5)

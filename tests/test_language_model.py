@@ -12,9 +12,7 @@ from experiments.language_model import generate, text, train
 from experiments.language_model.attention import Hybrid, Softmax
 from experiments.language_model.model import losses
 from experiments.language_model.task import Settings, layers, task
-from performer.attention.calibration import calibrate
-from performer.attention.refinement import LEARNED, Far, Sample, learned_estimate
-from performer.typing import Window
+from performer.attention.refinement import LEARNED, Far
 from tests.small import read_csv
 from vit import convert, evaluate
 from vit.config import Size, of_run, validate
@@ -82,21 +80,6 @@ def test_a_window_as_long_as_the_text_is_softmax():
     new = exchanged(learned, model, [Hybrid(far, None, 12)] * 2)
     np.testing.assert_allclose(new(tokens(20)), model(tokens(20)), atol=1e-5)
     assert isinstance(model.blocks[0].attention.attention_fn, Softmax)
-
-
-@pytest.mark.parametrize("window", [4, 0])
-def test_a_hybrid_is_what_was_fitted(window):
-    """Its rows are those of attention transfer: frequencies of queries apart from those of keys."""
-    keys = jax.random.split(jax.random.key(0), 6)
-    query, key = jax.random.normal(keys[0], (2, 3, 20, 2, 8))
-    shapes = [(2, 5, 8), (2, 5, 8), (2, 5), (2,)]
-    far = Far(*(jax.random.normal(k, shape) for k, shape in zip(keys[1:5], shapes, strict=True)))
-    fitted = calibrate(query, key, method="shift+scale", coupling="orf")
-    unit = jnp.broadcast_to(jnp.eye(20)[:, None], (3, 20, 2, 20))
-    got = Hybrid(far, fitted, window)(query, key, unit)
-    fixed = fitted, Window(window, int(window > 0))
-    want = learned_estimate(far, fixed, Sample.of(query, key), True)
-    np.testing.assert_allclose(jnp.moveaxis(got, -2, -3), want, atol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def both(new, old, arguments):
     return compute(new, arrays)
 
 
-@pytest.mark.parametrize("model", named(LINEAR, [zoo.encoder_decoder]))
+@pytest.mark.parametrize("model", named(LINEAR, [zoo.packed]))
 def test_with_all_keys_exact_it_is_the_same_function(model):
     """Outputs and gradients, but for cross attention, which has no window."""
     function, batches = model()
@@ -247,6 +247,7 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
     )
 
 
+@pytest.mark.thorough
 def test_a_tolerance_chooses_the_cheapest_sizes_of_each_place():
     """A layer of short tokens, one of long ones that no size serves, and two steps of a scan."""
 

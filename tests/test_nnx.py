@@ -41,9 +41,7 @@ OF_FOUR = WINDOW | dict(alibi_slopes=np.array([0.5, 0.125, 0.0, 2.0]))
 
 
 @pytest.mark.parametrize("is_causal", tiers([True, False], 1))
-@pytest.mark.parametrize(
-    "options", [dict(feature_map="hyperbolic"), OF_FOUR], ids=["map", "places"]
-)
+@pytest.mark.parametrize("options", tiers([OF_FOUR, dict(feature_map="hyperbolic")], 1))
 def test_options_are_those_of_the_operator(options, is_causal):
     """Of grouped heads; later tokens change nothing that is causal."""
     rngs = nnx.Rngs(params=0, frequencies=1)

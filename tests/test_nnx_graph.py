@@ -72,6 +72,7 @@ def test_the_layer_is_that_of_the_equations(rotated):
     np.testing.assert_allclose(model(X[None])[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_mask_of_the_call_replaces_that_of_the_layer():
     gram = kernels.Diffusion(1.0).dense(karate())
     held, bare = (changed(layer(**options)) for options in (dict(mask=WALKS), {}))

@@ -27,7 +27,7 @@ def test_multiply_is_three_hd_blocks():
     np.testing.assert_allclose(hadamard.multiply(signs, jnp.eye(p)).T, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sorf", "fast-simrf"])
+@pytest.mark.parametrize("name", tiers(["fast-simrf", "sorf"], 1))
 @pytest.mark.parametrize(("m", "d"), tiers([(40, 12), (8, 8)], 1))
 def test_apply_is_the_product_with_the_coupling(name, m, d):
     key = jax.random.key(4)

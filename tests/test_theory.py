@@ -70,7 +70,7 @@ def test_pairs_of_truncated_blocks_are_counted():
     assert theory.conformity("pnc", 1.0, 3, 7) == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", tiers(NAMES, ["orf", "simrf", "pnc", "pm-antithetic"]))
+@pytest.mark.parametrize("name", tiers(NAMES, ["orf", "pm-antithetic"]))
 def test_errors_agree_with_simulation(name):
     """Both kernels and both feature maps, in float64 NumPy; 24 x 4 tests at 5 standard errors.
 
@@ -79,9 +79,10 @@ def test_errors_agree_with_simulation(name):
     """
     d, draws = 5, 33_000
     x, y = testing.general_points(d)
-    twelve = drawn(BASES, 12, d, draws, 11)[name.removesuffix("-antithetic")].astype(np.float64)
+    base = name.removesuffix("-antithetic")
+    twelve = drawn((base,), 12, d, draws, 11)[base].astype(np.float64)
     six = list(range(6))
-    if name != name.removesuffix("-antithetic"):
+    if name != base:
         twelve, six = np.concatenate([twelve[:, :6], -twelve[:, :6]], axis=1), [0, 1, 2, 6, 7, 8]
     squares = x @ x + y @ y
     exact = {"gaussian": np.exp(-np.sum((x - y) ** 2) / 2), "softmax": np.exp(x @ y)}
@@ -136,20 +137,6 @@ def test_transport_cost_averages_to_the_conformity():
     costs = 2 * special.hyp0f1(d / 2, np.sum(lengths**2, axis=-1) / 4)
     want = 2 * theory.conformity("orf", 1.0, d, 2)
     assert abs(costs.mean() - want) < 5 * costs.std() / np.sqrt(100_000)
-
-
-def test_far_and_near_ends():
-    """Where e^{v^2} is past float64 but the pairs of a block are not; densities at length 0."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert theory.conformity("orf", 30.0, 4, 4) == pytest.approx(special.hyp1f1(4, 2, 450.0))
-        simplex = theory.conformity("simplex*monotone", 30.0, 4, 4)
-        assert simplex == pytest.approx(np.exp(900.0 * 2 / 3))
-        assert theory.conformity("orf", 30.0, 4, 5) == np.inf
-        assert theory.conformity("pm-antithetic", 30.0, 4, 2) == 1
-        assert theory.pair_length_pdf("orf", 0.0, 3) == 0
-        ends = [theory.pair_length_pdf("iid", 0.0, d) for d in (1, 2)]
-    np.testing.assert_allclose(ends, [1 / np.sqrt(np.pi), 0])
 
 
 @pytest.mark.parametrize("name", BASES)

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from tests.small import (
     stop_at,
     train_batches,
 )
-from vit import config, data, evaluate, train
+from vit import config, evaluate, train
 from vit.reports import metrics
 from vit.run import checkpoint, devices, optim, runs, safety, steps
 
@@ -119,20 +118,6 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_log(digits_run, tmp_path):
     assert not (workdir / "checkpoints").exists()
 
 
-@pytest.mark.thorough
-def test_a_finished_run_without_its_log_evaluates_again(digits_run, tmp_path):
-    """Or with a damaged one."""
-    workdir = shutil.copytree(digits_run[0], tmp_path / "run")
-    log = workdir / "metrics.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(lines[:-1]) + lines[-1].replace("step", "stop"))
-    record = train.train(TRAINED, workdir)
-    assert record["eval_accuracy"] == digits_run[1]["eval_accuracy"]
-    assert [r["step"] for r in metrics.read(log)] == [1, 2, 3]
-    log.unlink()
-    assert train.train(TRAINED, workdir)["eval_accuracy"] == record["eval_accuracy"]
-
-
 def test_a_finished_run_only_reports_and_refuses_another_config(digits_run):
     workdir, first = digits_run
     log = (workdir / "metrics.jsonl").read_text()
@@ -156,40 +141,6 @@ def test_divergence_names_step_and_parameter_and_keeps_the_last_checkpoint(tmp_p
     with pytest.raises(FloatingPointError, match=message):
         train.train(settings, tmp_path / "run")
     assert checkpoint.found(tmp_path / "run") == [1, 2]
-
-
-@pytest.mark.thorough
-def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monkeypatch):
-    """The step is finished, an evaluation is not: the resumed run makes it."""
-    settings = small_config(log_every=3, checkpoint_every=3)
-
-    def stop_at(name, number):
-        original, calls = getattr(data, name), []
-
-        def batches(*args, **options):
-            for batch in original(*args, **options):
-                calls.append(None)
-                if len(calls) == number:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                yield batch
-
-        monkeypatch.setattr(data, name, batches)
-
-    stop_at("train_batches", 2)
-    with pytest.raises(SystemExit):
-        train.train(settings, tmp_path / "parts")
-    assert checkpoint.found(tmp_path / "parts") == [2]
-    monkeypatch.undo()
-    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
-    stop_at("eval_batches", 5)
-    with pytest.raises(SystemExit):
-        train.train(settings, tmp_path / "parts")
-    (last,) = metrics.read(tmp_path / "parts" / "metrics.jsonl")[-1:]
-    assert last["step"] == 3
-    assert "eval_accuracy" not in last
-    monkeypatch.undo()
-    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
-    assert train.train(settings, tmp_path / "parts")["eval_examples"] == 360
 
 
 def without_dropout(**fields):

@@ -1,18 +1,16 @@
 """Experiments on tabular data: what they compute is what they say, and their tables are whole."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.common import statistics, tabular
 from experiments.kernels import matern
-from experiments.tabular import copula, uci
 from experiments.tabular import gp as uci_gp
-from performer import gp
+from experiments.tabular import uci
 from tests.small import read_csv
 
-FOURIER, LAPLACE = uci.SCHEMES
+FOURIER, _ = uci.SCHEMES
 SMALL = FOURIER._replace(couplings={"iid": "iid", "orthogonal": "orf", "+ pnc": "pnc"})
 
 
@@ -30,24 +28,6 @@ def test_performer_lengthscale_is_the_mean_distance(splits):
     x = splits.train_x[0]
     want = 2 * np.mean([np.linalg.norm(a - b) for a in x for b in x])
     assert uci.performer_lengthscale(x) == pytest.approx(want)
-
-
-@pytest.mark.thorough
-def test_hyperparameters(splits):
-    """The scales are those to which the paper's descent (Adam at 1e-2) converges."""
-    two = tabular.Split(*(part[:2] for part in splits))
-    fitted = uci.hyperparameters("toy", FOURIER, two)
-    held = uci.hyperparameters("toy", LAPLACE, two)
-    lengths = [uci.performer_lengthscale(x) for x in two.train_x]
-    np.testing.assert_allclose(held.lengthscale, lengths)
-    with jax.enable_x64(True):
-        x, y = (jnp.asarray(part[0]) for part in two[:2])
-        process = gp.GaussianProcess(scales=gp.Scales(2.0, 1.0, 0.1)).fit(x, y, num_steps=5000)
-    for got, value in zip(fitted, process.scales, strict=True):
-        assert float(got[0]) == pytest.approx(float(value), rel=1e-3)
-    broken = two._replace(train_y=np.where(two.train_y > 1, np.inf, two.train_y))
-    with pytest.raises(ValueError, match="'toy' .Fourier features. are not finite"):
-        uci.hyperparameters("toy", FOURIER, broken)
 
 
 def test_ratio():
@@ -80,19 +60,6 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     uci_gp.figure_1("toy", splits, 4, tmp_path / "figure_1")
     sizes = [(row["coupling"], row["m"]) for row in read_csv(tmp_path / "figure_1.csv")]
     assert sizes == [("iid", "4"), ("exact", ""), ("linear", "")]
-
-
-@pytest.mark.thorough
-def test_copulas(splits):
-    scheme = LAPLACE._replace(couplings={"+ pnc": "pnc-antithetic"})
-    rows, losses = copula.of_scheme("toy", scheme, splits, num_steps=100, train_draws=8, draws=400)
-    pnc, start, learned = (row["training RMSE"] for row in rows)
-    assert learned < 0.95 * start
-    assert learned < 1.15 * pnc
-    points = copula.curve(rows, losses)
-    assert [row["step"] for row in points] == [*range(0, 100, copula.EVERY), ""]
-    assert points[0]["training RMSE"] == pytest.approx(losses[0])
-    assert points[-1]["training RMSE"] == pnc
 
 
 @pytest.mark.thorough
