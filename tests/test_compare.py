@@ -126,7 +126,6 @@ def test_folders_of_settings_are_their_own_and_hold_no_patterns():
         (dict(couplings=["orff"]), "unknown coupling 'orff'; did you mean 'orf'"),
         (dict(num_seeds=0), "--seeds=0 must be at least 1"),
         (dict(grid=["config.attention.num_feature=8"]), "mean 'config.attention.num_features'"),
-        (dict(grid=["attention.num_features=8"]), "mean 'config.attention.num_features'"),
         (dict(grid=["config.seed=1,2"]), "seeds and couplings have flags"),
         (dict(grid=["config.optim.warmup_steps=99"]), "warmup_steps=99 .* whole run has 3"),
     ],

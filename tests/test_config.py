@@ -47,6 +47,13 @@ def test_a_config_without_newer_fields_loads_with_their_defaults(tmp_path):
     assert config.load(tmp_path / "config.json") == small_config()
 
 
+def test_what_a_resumed_run_may_change():
+    placed = {"data.dir": "x", "data.num_workers": 2, "fsdp": 2, "seq": 2, "checkpoint_every": 3}
+    changed = config.with_values(small_config(), placed | {"keep_every": 3})
+    assert config.differences(small_config(), changed) == []
+    assert config.differences(small_config(), small_config(seed=1)) == ["seed: 0 -> 1"]
+
+
 def test_a_number_of_the_model_takes_the_place_of_the_variants():
     model = config.Model("B/14", width=1536, num_heads=24)
     assert model.size == config.SIZES["B"]._replace(width=1536, num_heads=24)

@@ -170,16 +170,6 @@ def test_structured_rules(d):
 
 
 @pytest.mark.thorough
-def test_structured_rules_are_those_of_spherical_radial():
-    fast = jax.jit(structured, static_argnums=(1, 2))(jax.random.key(5), 2, 3)
-    rule = rule_of(jax.random.key(5), 2, 3, orthogonal=BUTTERFLY)
-    np.testing.assert_allclose(fast.apply(jnp.eye(3)).T, rule.points, atol=1e-5)
-    assert fast.apply(jnp.zeros((2, 0, 3))).shape == (2, 0, 16)
-    np.testing.assert_allclose(fast.weights, rule.weights, rtol=1e-6)
-    assert float(fast.constant) == pytest.approx(float(rule.constant), abs=1e-5)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("reflect", [True, False])
 def test_methods(reflect):
     @jax.jit

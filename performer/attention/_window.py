@@ -192,7 +192,7 @@ def exact_rows(
     query: Array,
     keys: Keys,
     scale: float,
-    allowed: Bool[Array, "*b t f"] | None = None,
+    allowed: Bool[Array, "#b #t #f"] | None = None,
     fading: Float[Array, "b t f k"] | None = None,
 ) -> State:
     """State of all queries with a few keys, (b, f, k, .), or with their own, (b, t, f, k, .)."""

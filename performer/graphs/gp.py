@@ -109,12 +109,10 @@ def sample(
     Args:
         key: random key of w and the noise.
         kernel: K = Phi Phi^T of one ensemble.
-        observed: nodes seen (n,), none for the prior; a node may occur more than once.
-        y: values at the nodes seen (n,), of any real dtype.
-        noise_scale: sigma_n.
+        observed: nodes seen (n,), none for the prior.
         num_samples: number of samples.
-        output_scale: sigma_v; the prior is N(0, sigma_v^2 K).
-        tolerance: relative residual of the conjugate gradients.
+
+    The other arguments are those of `condition`.
 
     Raises:
         ValueError: as `condition`, and for a kernel of two ensembles, which is no covariance.
