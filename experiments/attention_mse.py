@@ -1,10 +1,9 @@
-"""Attention error: what couplings and calibrations buy, on synthetic data and in a trained model.
+"""Attention error: what couplings and calibrations buy, on synthetic data.
 
     python -m experiments.attention_mse                     # the three parts
     python -m experiments.attention_mse --parts=figure7     # VRC Fig. 7
     python -m experiments.attention_mse --parts=features    # the error against m
     python -m experiments.attention_mse --parts=vit --couplings=orf,pm,pm-antithetic
-    python -m experiments.attention_mse --workdir=runs/pm --couplings=pm --num_features=32
 
     figure7    kernel variance, kernel covariance and attention error of 16 tokens in 16 dimensions,
                N(0, I / sqrt(d)) as printed, or N(0, I / d)
@@ -12,8 +11,6 @@
                kinds of data at several norms; couplings as drawn, calibrated on other tokens, and
                with an exact window. Drawn tokens have no places: near keys are a share of all keys
     features   the same error on anisotropic data of squared norm 2, against m
-    --workdir  the queries and keys of a trained model on its evaluation images, for each layer and
-               head, each coupling and each window
 Tables (csv, md) and figures (png) go to --out.
 """
 
@@ -34,7 +31,6 @@ from performer.attention import calibration
 from performer.attention.calibration import calibrate
 from performer.kernels import copula
 from performer.typing import Coupling
-from vit.reports.attention_report import report_attention
 
 Part = Literal["figure7", "vit", "features"]
 SIZES = (16, 32, 48, 64)
@@ -209,7 +205,6 @@ def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out
 
 def main(
     parts: Sequence[Part] = get_args(Part),
-    workdir: Path | None = None,
     couplings: Sequence[str] = (),
     calibrations: Sequence[str] = tuple(SCHEMES),
     num_features: Sequence[int] = (),
@@ -221,28 +216,18 @@ def main(
     """Print the tables.
 
     Args:
-        workdir: a trained run, instead of the parts.
         couplings: names; a selection by default. The parts vit and features also accept copula and
             copula-antithetic, which are learned.
         calibrations: calibrations of the part vit.
-        num_features: each m; by default 128 for vit, and that of the run.
+        num_features: each m; by default 128 for vit.
         squared_norms: |q|^2 = |k|^2 of the part vit.
-        exact_window: near keys that are exact; by default that of the run, or 16 for one coupling
-            of the part vit.
+        exact_window: near keys that are exact; by default 16 for one coupling of the part vit.
     """
     for name in couplings:  # refuse before any work
-        if workdir or "figure7" in parts or name not in LEARNED:
+        if "figure7" in parts or name not in LEARNED:
             known.get(name)
     for method in calibrations:
         calibration.parts(method)
-    if workdir:
-        windows = exact_window or [None]
-        for name, m, w in itertools.product(couplings or [""], num_features or [0], windows):
-            target = f"{workdir.name}_{name or 'own'}" + f"_{m}" * (len(num_features) > 1)
-            target += f"_window{w}" * (w is not None)
-            options: Any = dict(coupling=name, num_features=m, draws=draws, exact_window=w)
-            print(report_attention(workdir, out / target.replace("*", "_"), **options))
-        return
     if "figure7" in parts:
         names, sizes = couplings or ("orf", "pnc", "pm"), num_features or SIZES
         figure7(names, sizes, 40 * draws, out / "figure7")

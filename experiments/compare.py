@@ -25,7 +25,6 @@ import dataclasses
 import itertools
 import os
 import statistics as means
-import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,9 +32,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import flags, logging
+from absl import logging
 
-from experiments.common import harness, statistics
+from experiments.common import harness, launch, statistics
 from experiments.common.statistics import LEVEL, estimate
 from performer.choices import unknown
 from vit import config as configs
@@ -181,7 +180,7 @@ def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[A
             raise ValueError(unknown("--grid", name, [f"config.{field}" for field in flat]))
         if field in grid or field in ("seed", "attention.kind", "attention.coupling"):
             raise ValueError(f"--grid {name}: give each field once; seeds and couplings have flags")
-        grid[field] = [configs.parse(field, value, flat[field]) for value in values.split(",")]
+        grid[field] = list(map(arguments.Parser(configs.TYPES[field]).parse, values.split(",")))
     return grid
 
 
@@ -466,37 +465,41 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
     return text
 
 
-def main(_: list[str]) -> None:
-    """Run the command line."""
+def main(
+    config: configs.Config | None = None,
+    out: Path = Path("results/compare"),
+    couplings: Sequence[str] = ("orf", "pnc", "pm"),
+    seeds: int = 5,
+    grid: list[str] = [],  # noqa: B006
+    baseline: str = "",
+    runs: Sequence[Path] = (),
+    hosts: devices.Hosts = devices.ALONE,
+) -> None:
+    """Run the command.
+
+    Args:
+        config: bundled config or file with get_config().
+        out: folder of the report and the runs.
+        couplings: names, or "softmax".
+        seeds: number of seeds of each setting.
+        grid: config.FIELD=VALUE,VALUE; may be repeated.
+        baseline: coupling that the others are compared with.
+        runs: folders of finished runs to report on; trains nothing.
+        hosts: processes of the runs.
+    """
     logging.set_verbosity(logging.FATAL)
-    out, start = Path(str(_OUT.value)), time.monotonic()
-    _JOIN()
-    if _RUNS.value:
-        text = of_runs(list(map(Path, _RUNS.value)), out, _BASELINE.value)
-    elif config := arguments.chosen_config():
-        text = compare(
-            config,
-            out,
-            couplings=_COUPLINGS.value,
-            num_seeds=_SEEDS.value,
-            grid=_GRID.value,
-            baseline=_BASELINE.value,
-        )
+    devices.join(hosts)
+    if runs:
+        text = of_runs(runs, out, baseline)
+    elif config:
+        options: Any = dict(couplings=couplings, num_seeds=seeds, grid=grid, baseline=baseline)
+        text = compare(config, out, **options)
     else:
         raise ValueError("--config or --runs is required")
     print(text)
     if (out / "report.md").exists():
-        reports.record(out, time.monotonic() - start)
         print(f"The report is {out / 'report.md'}.")
 
 
 if __name__ == "__main__":
-    arguments.define_config("bundled config or file with get_config()")
-    _OUT = flags.DEFINE_string("out", "results/compare", "folder of the report and the runs")
-    _COUPLINGS = flags.DEFINE_list("couplings", ["orf", "pnc", "pm"], 'names, or "softmax"')
-    _SEEDS = flags.DEFINE_integer("seeds", 5, "number of seeds of each setting")
-    _GRID = flags.DEFINE_multi_string("grid", [], "config.FIELD=VALUE,VALUE; may be repeated")
-    _BASELINE = flags.DEFINE_string("baseline", "", "coupling that the others are compared with")
-    _RUNS = flags.DEFINE_list("runs", [], "folders of finished runs to report on; trains nothing")
-    _JOIN = devices.define_flags()
-    arguments.launch(main)
+    launch.run(main)

@@ -494,9 +494,8 @@ def _block(
         kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - finite(top_key)).T
         kernel = jnp.where(seen, kernel, 0)
         if window is not None:
-            size = jnp.maximum(window.exact_window, 1)
-            near = is_near(place, jnp.arange(len(key)), size, window.exact_first)
-            near = (near & (window.exact_window > 0)) | (place < window.exact_rows)[:, None]
+            near = is_near(place, jnp.arange(len(key)), window)
+            near |= (place < window.exact_rows)[:, None]
             near = seen & (near if ranks is None else near | (ranks < window.exact_keys))
             exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)
             new = jnp.maximum(top, jnp.max(exact, axis=-1, keepdims=True))

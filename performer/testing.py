@@ -23,7 +23,7 @@ with 200 to 20,000 draws, `assert_unbiased` with 2,000 or more (within errors of
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,10 @@ from jaxtyping import Array, Float
 from scipy import special, stats
 
 from performer import couplings, features
+from performer.features import Kernel
 from performer.typing import Coupling, hashable, jit_static
 
 FALSE_ALARM_RATE = 1e-4
-Kernel = Literal["softmax", "gaussian"]
 _BATCH = 2000
 
 
@@ -136,12 +136,9 @@ def assert_unbiased(
     with |x + y| about 1, where a signed bias of the directions is visible.
 
     Args:
-        coupling: a name, or (key, m, d) -> (m, d).
-        m: number of frequencies.
-        d: dimension.
         kernel: "softmax" or "gaussian".
-        draws: number of independent draws.
-        seed: seed of the draws.
+
+    The other arguments are those of `assert_gaussian_marginals`.
 
     Raises:
         AssertionError: with the pair, the mean, the kernel, and the distance in standard errors.
@@ -167,15 +164,13 @@ def assert_mse(
     """Assert that the mean squared error at `general_points(d)` is `expected` (two-sided).
 
     Args:
-        coupling: a name, or (key, m, d) -> (m, d).
-        m: number of frequencies.
-        d: dimension.
         expected: the error, as from `performer.theory.kernel_mse`.
         kernel: "softmax" or "gaussian".
         draws: number of independent draws. The relative standard error is 1.8 to 2.2 / sqrt(draws)
             for orf, simrf and pm-antithetic at m = 24, d = 8, and 3.9 / sqrt(draws) for m <= 2. A
             deviation of 7 standard errors is found.
-        seed: seed of the draws.
+
+    The other arguments are those of `assert_gaussian_marginals`.
 
     Raises:
         AssertionError: with the measured error and the distance in standard errors.

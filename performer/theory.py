@@ -92,45 +92,6 @@ def kernel_mse(
     Returns:
         The error, float64, in the common shape of x and y without the last axis.
     """
-    own, pairs = _parts_of_mse(coupling, x, y, m, kernel, features)
-    with np.errstate(invalid="ignore"):
-        return np.where(np.isinf(own), own, own + pairs)[()]  # pairs are far below squares
-
-
-def orthogonality_gap(
-    x: ArrayLike,
-    y: ArrayLike,
-    m: int,
-    *,
-    kernel: Literal["gaussian", "softmax"] = "gaussian",
-    features: Literal["positive", "trigonometric"] = "positive",
-) -> Array:
-    """Return MSE(iid) - MSE(orf): SimRF Eqs 25 (corrected) and 26; arguments of `kernel_mse`."""
-    iid, orf = (_parts_of_mse(word, x, y, m, kernel, features)[1] for word in ("iid", "orf"))
-    return iid - orf
-
-
-def pair_length_pdf(name: Literal["iid", "orf", "simrf"], r: ArrayLike, d: int) -> Array:
-    """Return the density of |w_i + w_j| at r for one block (SimRF Eqs 18 and 20)."""
-    r = np.asarray(r, np.float64)
-    if name == "iid":  # |w_i + w_j| / sqrt 2 is chi_d
-        constant = (d - 1) * np.log(2) + special.gammaln(d / 2)
-        return np.exp(special.xlogy(d - 1, r) - r**2 / 4 - constant)
-    if name not in ("orf", "simrf"):
-        raise ValueError(unknown("coupling", name, ("iid", "orf", "simrf")))
-    cosine = 0.0 if name == "orf" else _simplex_cosine(d)
-    # r^2 = R^2 (1 + sin(2 phi) cos(theta)) with R^2 ~ chi^2_{2d}; average the density over phi.
-    sines, weights = _double_angle_rule(d)
-    spread = 1 + sines * cosine
-    log_pdf = special.xlogy(2 * d - 1, r[..., None]) - r[..., None] ** 2 / (2 * spread)
-    log_pdf = log_pdf - d * np.log(spread) - (d - 1) * np.log(2) - special.gammaln(d)
-    return np.exp(log_pdf) @ weights
-
-
-def _parts_of_mse(
-    coupling: str | Coupling, x: ArrayLike, y: ArrayLike, m: int, kernel: str, features: str
-) -> tuple[Array, Array]:
-    """Return the error of m independent frequencies, and the contribution of their pairs."""
     for kind, choice, choices in [
         ("kernel", kernel, ("gaussian", "softmax")),
         ("features", features, ("positive", "trigonometric")),
@@ -153,9 +114,27 @@ def _parts_of_mse(
             own = np.exp(log_factor) * np.expm1(t) ** 2 / 2
             signs = (1, -1)
         if m == 1:
-            return own, np.zeros_like(own)
+            return own
         pairs = _mean_pair(coupling, t, d, m, signs, log_factor) - np.exp(t + log_factor)
-    return own / m, (m - 1) / m * pairs
+        error = own / m + (m - 1) / m * pairs
+    return np.where(np.isinf(own), own, error)[()]  # pairs are far below squares
+
+
+def pair_length_pdf(name: Literal["iid", "orf", "simrf"], r: ArrayLike, d: int) -> Array:
+    """Return the density of |w_i + w_j| at r for one block (SimRF Eqs 18 and 20)."""
+    r = np.asarray(r, np.float64)
+    if name == "iid":  # |w_i + w_j| / sqrt 2 is chi_d
+        constant = (d - 1) * np.log(2) + special.gammaln(d / 2)
+        return np.exp(special.xlogy(d - 1, r) - r**2 / 4 - constant)
+    if name not in ("orf", "simrf"):
+        raise ValueError(unknown("coupling", name, ("iid", "orf", "simrf")))
+    cosine = 0.0 if name == "orf" else _simplex_cosine(d)
+    # r^2 = R^2 (1 + sin(2 phi) cos(theta)) with R^2 ~ chi^2_{2d}; average the density over phi.
+    sines, weights = _double_angle_rule(d)
+    spread = 1 + sines * cosine
+    log_pdf = special.xlogy(2 * d - 1, r[..., None]) - r[..., None] ** 2 / (2 * spread)
+    log_pdf = log_pdf - d * np.log(spread) - (d - 1) * np.log(2) - special.gammaln(d)
+    return np.exp(log_pdf) @ weights
 
 
 def _mean_pair(

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import re
@@ -14,15 +15,13 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.common import launch
 from vit import config as configs
-from vit.config import cli
+from vit.config import arguments, cli
 
 COMMAND = re.compile(
     r"(?:python -m (vit|experiments|tests)\.|performer-(vit|experiments) )(\w+(?:\.\w+)*)"
     r"((?: \\\n|[^\n`])*)"
 )
-FIELDS = configs.flatten(configs.Config())
 SHARED = {
     "experiments.language_model": {
         "convert": "vit.convert",
@@ -60,7 +59,7 @@ def docstrings() -> dict[str, str]:
 
 
 def check(module: str, given: list[str]) -> None:
-    """Raises where the program would: for an unknown flag, or a value of another kind."""
+    """Raises where the program would: for an unknown flag, or a value that no field takes."""
     own = [x for x in given if not re.match(r"--config\b", x)]
     for argument in given:
         if argument.startswith("--config="):
@@ -68,50 +67,20 @@ def check(module: str, given: list[str]) -> None:
         elif argument.startswith("--config.") or argument.startswith("config."):
             name, _, value = argument.removeprefix("--").removeprefix("config.").partition("=")
             for text in value.split(",") if argument.startswith("config.") else [value]:
-                configs.parse(name, text, FIELDS[name])
-    if not own or "--help" in own or module.startswith("tests."):  # without flags: a name in prose
-        return
-    values = defined(module)
-    values(["program", *own])
+                arguments.Parser(configs.TYPES[name]).parse(text)
+    names = re.findall(r"^--(\w+)", "\n".join(own), flags=re.MULTILINE)
+    if names and not module.startswith("tests."):
+        known = flags_of(module) | {"help"}
+        for name in names:
+            assert name in known or name.removeprefix("no") in known, f"--{name} of {module}"
 
 
-def source(module: str) -> str:
-    """Of a program."""
-    path = Path(*module.split("."))
-    return (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-
-
-def defined(module: str) -> flags.FlagValues:
-    """The flags of a program, as it defines them when it is started."""
-    values = flags.FlagValues()
-    if "launch.run(main" in source(module) and "DEFINE_" not in source(module):
-        main = importlib.import_module(module).main
-        launch.define(main, {} if "launch.run(main, quick=" in source(module) else None, values)
-    else:
-        for function in re.findall(r"    define\((\w+)\)", source(module)):
-            launch.define(getattr(importlib.import_module(module), function), None, values)
-        for text in (source(module), Path("vit/run/devices.py").read_text()):
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    _define(node.func.attr, node.args, values)
-    values.set_gnu_getopt(True)
-    return values
-
-
-def _define(kind: str, arguments: list[ast.expr], values: flags.FlagValues) -> None:
-    """A flag of this kind, if it is one."""
-    if kind == "add_argument":
-        name = ast.literal_eval(arguments[0])
-        flags.DEFINE_string(name.lstrip("-"), None, "", flag_values=values)
-    if not kind.startswith("DEFINE_"):
-        return
-    name = ast.literal_eval(arguments[0])
-    if kind == "DEFINE_enum":
-        flags.DEFINE_enum(name, None, ast.literal_eval(arguments[2]), "", flag_values=values)
-    elif kind in ("DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_list"):
-        getattr(flags, kind)(name, None, "", flag_values=values)
-    elif name != "config":
-        flags.DEFINE_multi_string(name, None, "", flag_values=values)
+def flags_of(module: str) -> set[str]:
+    """The names of the flags that a program defines."""
+    program, values = importlib.import_module(module), flags.FlagValues()
+    quick = {} if ".run(main, quick=" in inspect.getsource(program) else None
+    arguments.define(program.main, quick, values)
+    return {*values}
 
 
 # A process that imports once, then starts every command line in a copy of itself.

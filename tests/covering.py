@@ -6,6 +6,11 @@ from functools import cache
 import numpy as np
 
 
+def allowed(factors, excluded, name, row):
+    """The levels of a factor that no level of the row excludes."""
+    return [x for x in factors[name] if not any(excluded((name, x), y) for y in row.items())]
+
+
 def covering_array(factors, excluded, seed=0, tries_per_row=5):
     """Rows {factor: level} so that each pair of levels that may go together does in some row.
 
@@ -20,11 +25,7 @@ def covering_array(factors, excluded, seed=0, tries_per_row=5):
     def draw(start):
         row = dict(start)
         for name in rng.permutation([name for name in factors if name not in row]):
-            levels = [
-                level
-                for level in factors[name]
-                if not any(excluded((str(name), level), item) for item in row.items())
-            ]
+            levels = allowed(factors, excluded, str(name), row)
             gains = [
                 sum(frozenset([(str(name), level), item]) in missing for item in row.items())
                 for level in levels
@@ -54,10 +55,6 @@ def random_row(factors, excluded, rng):
     """One level of each factor at random, none of which exclude each other."""
     row = {}
     for name in rng.permutation(list(factors)):
-        levels = [
-            level
-            for level in factors[name]
-            if not any(excluded((str(name), level), item) for item in row.items())
-        ]
+        levels = allowed(factors, excluded, str(name), row)
         row[str(name)] = levels[rng.integers(len(levels))]
     return row

@@ -58,3 +58,21 @@ def z_scores(samples, expected):
     error = samples.std(axis=0, ddof=1) / np.sqrt(len(samples))
     same = (error < 1e-12) & (np.abs(mean - expected) < 1e-6)
     return np.where(same, 0, (mean - expected) / np.maximum(error, 1e-12))
+
+
+def masked(q, k, v, w, mask, exists=None):
+    """Attention with the weights exp(w.q) exp(w.k - |k|^2 / 2) M_ij, pair by pair in float64.
+
+    q (b, t, n, h), k and v of as many or fewer heads; w (m, h) or (n, m, h), mask (t, t) or
+    (n, t, t); exists (b, t), the keys that do.
+    """
+    q, k, v, w = (np.asarray(x, np.float64) for x in (q, k, v, w))
+    n, root = q.shape[2], q.shape[3] ** -0.25
+    k, v = (np.repeat(x, n // x.shape[2], axis=2) for x in (k, v))
+    w = np.broadcast_to(w, (n, *w.shape[-2:]))
+    half = np.sum((k * root) ** 2, axis=-1).swapaxes(1, 2)[..., None] / 2
+    left, right = (np.einsum("btnh,nmh->bntm", x * root, w) for x in (q, k))
+    weights = np.exp(left) @ np.exp(right - half).swapaxes(2, 3) * mask
+    weights = weights if exists is None else weights * exists[:, None, None]
+    total = weights.sum(axis=-1, keepdims=True)
+    return np.einsum("bnts,bsnv->btnv", weights / np.where(total == 0, 1, total), v)

@@ -289,26 +289,6 @@ def test_first_order_prediction():
     assert abs(printed / measured - 1) > 0.1
 
 
-@pytest.mark.thorough
-def test_standard_errors():
-    """The spread of 150 means against the standard errors that were reported.
-
-    The ratio is itself uncertain by 6 to 8%, one standard deviation; a factor 1.25 is allowed.
-    """
-    query, key, value = inputs(lead=(1,), norm=0.4, n=1, k=1)
-    runs = [
-        attention_error(
-            query, key, value, coupling=gaussian, num_features=1024, draws=32, seed=seed
-        )
-        for seed in range(150)
-    ]
-    for name in ("attention", "output", "row_sum", "variance", "covariance", "predicted"):
-        values = np.array([getattr(run, name).value[0, 0] for run in runs])
-        reported = np.array([getattr(run, name).standard_error[0, 0] for run in runs])
-        ratio = np.sqrt(np.mean(reported**2)) / values.std(ddof=1)
-        assert abs(np.log(ratio)) < np.log(1.25), f"{name}: {ratio:.3f}"
-
-
 def test_long_vectors_overflow_nothing():
     error = attention_error(*inputs(norm=20.0), coupling=gaussian, num_features=M, draws=DRAWS)
     for name, field in vars(error).items():
@@ -369,32 +349,3 @@ def test_lengths_are_those_after_the_calibration():
     other = recommend(query / 2, 2 * key + 5, calibration=calibration, mask=mask, **options)
     np.testing.assert_allclose(other.largest, plain.largest, rtol=1e-5)
     np.testing.assert_allclose(other.median, plain.median, rtol=1e-5)
-
-
-def wide(key, m, d):
-    return jnp.zeros((m, d + 1))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(tolerance=0.0), "tolerance must be positive, such as 0.1, got 0.0"),
-        (dict(limit=1), "limit must be at least 2, the fewest features tried, got 1"),
-        (dict(coupling=wide), r"frequencies of shape \(6, 5\); expected .* \(6, 4\)"),
-        (dict(query=jnp.ones((2, 0, N, H))), r"query has shape \(2, 0, 4, 4\).* no axis empty"),
-        (dict(mask=jnp.ones((T, S))), "honours masks over keys only"),
-        (dict(mask=jnp.arange(2)[:, None, None, None]), "1 batch entries have no key that exists"),
-        (dict(calibration=Calibration(root=jnp.eye(3))), r"calibration.root has shape \(3, 3\)"),
-    ],
-)
-def test_bad_input(change, message, monkeypatch):
-    monkeypatch.setattr(analysis, "_measure", None)  # before any work
-    unchecked = analysis.performer_attention.__wrapped__  # its shapes, not their annotations
-    monkeypatch.setattr(analysis, "performer_attention", unchecked)
-    query, key, value = inputs()
-    function, others = attention_error, dict(value=value, num_features=M)
-    if {"tolerance", "limit"} & set(change):
-        function, others = recommend, dict(tolerance=0.1)
-    options = others | dict(query=query, key=key, coupling="orf") | change
-    with pytest.raises(ValueError, match=message):
-        function.__wrapped__(**options)

@@ -95,7 +95,7 @@ def test_a_failure_is_one_line(tmp_path):
     (tmp_path / "experiments" / "__init__.py").write_text("raise SystemExit('the wrong one')")
     (tmp_path / "failing.py").write_text(
         "import sys\nfrom vit.config import arguments\n"
-        "def main(argv): raise eval(argv[1])\narguments.launch(main, words=True)\n"
+        "def main(*words: str): raise eval(words[0])\narguments.run(main)\n"
     )
     lines = [["failing", error] for error in failures]
     places = "--config=places365 --dry_run --config.data.dir"

@@ -80,18 +80,3 @@ def test_a_share_is_held_out_and_a_config_by_name(digits, tmp_path, monkeypatch)
             np.testing.assert_array_equal(a["image"], b["image"])
             assert a["label"] == b["label"]
     config.validate(seen["config"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"config": "digit"}, "unknown config 'digit'; did you mean 'digits'"),
-        ({"values": {"optim.lr": 1.0}}, "unknown field of the config 'optim.lr'; did you mean"),
-        ({"evaluation": 1.5}, "1.5 must be a share between 0 and 1"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_is_written(digits, tmp_path, options, message):
-    images, labels, _ = digits
-    with pytest.raises(ValueError, match=message):
-        vit.fit(images, labels, workdir=tmp_path / "run", **options)
-    assert not (tmp_path / "run").exists()

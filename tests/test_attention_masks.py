@@ -73,7 +73,7 @@ def test_causal_of_any_length(t, small_chunks):
     close(performer_attention(*args, is_causal=True), want)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 def test_implementations_agree(is_causal):
     """On 700 tokens, which make several blocks of several chunks."""
     args = inputs(b=4, t=700)
@@ -134,7 +134,7 @@ def test_early_queries_keep_their_precision():
     assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
+@pytest.mark.parametrize("is_causal", tiers([True, False], 0))
 def test_relative_error_against_float64(is_causal):
     """At most 1e-5 for unit normal q, k times 1, 3 and 5 (head_dim 64)."""
     keys = jax.random.split(jax.random.key(0), 4)

@@ -33,7 +33,6 @@ def exported(function, example, names, platforms=("cpu", "tpu", "cuda")):
 
 
 SELF = ("b, t, ...", "b, t, ...", "b, t, ...", "...")
-CROSS = ("b, t, ...", "b, s, ...", "b, s, ...", "...")
 
 
 def causal(query, key, value, frequencies, lengths):
@@ -46,20 +45,9 @@ def with_lengths(b=2, t=7):
     return *inputs(b=b, t=t), jnp.arange(1, b + 1) * t // b
 
 
-def masked(*given):
-    return performer_attention(*given[:4], mask=given[4])
-
-
-def with_mask(b=2, t=7, s=9):
-    tokens = (x.astype(jnp.bfloat16) for x in inputs(b=b, t=t, s=s)[:3])
-    mask = np.random.default_rng(t).random((b, 1, 1, s)) < 0.7
-    return *tokens, inputs()[3], jnp.asarray(mask)
-
-
 PROGRAMS = {
     # the function, its arguments of given sizes, their axes, the sizes
     "causal, lengths": (causal, with_lengths, (*SELF, "b"), [(1, 1), (3, 50)]),
-    "cross, mask, bfloat16": (masked, with_mask, (*CROSS, "b, 1, 1, s"), [(1, 1, 1), (3, 50, 20)]),
 }
 
 

@@ -1,4 +1,4 @@
-"""Butterfly matrices: the recursion of Def. 3.1, the law of their columns, and what is not uniform.
+"""Butterfly matrices: their factors, the law of their columns, and what is not uniform.
 
 False-alarm rates are those of a fresh seed; the seeds are fixed.
 """
@@ -15,16 +15,7 @@ from performer.couplings.butterfly import Butterfly, random_butterfly
 from tests.tiers import tiers
 
 SIZES = [(1, 3), (2, 3), (3, 1), (15, 3), (16, 3), (784, 1)]
-APPLY = jax.jit(lambda f, x: (f.apply(x), f.apply_transpose(x)))
-
-
-def recursion(angles, join=0):
-    """Def. 3.1 in float64, B^(1) = 1; the blocks under join i are joined by 2i + 1 and 2i + 2."""
-    if join >= len(angles):
-        return np.ones((1, 1))
-    c, s = np.cos(angles[join]), np.sin(angles[join])
-    left, right = recursion(angles, 2 * join + 1), recursion(angles, 2 * join + 2)
-    return np.block([[c * left, -s * left], [s * right, c * right]])
+APPLY = jax.jit(lambda f, x: (f.matrix(), f.apply(x), f.apply_transpose(x)))
 
 
 def cut_factors(d, cos, minus_sin, sin):
@@ -101,23 +92,14 @@ def z_scores(a, b, expected):
     return (mean - expected) / np.sqrt(np.maximum(square - mean**2, 1e-12) / count)
 
 
-@pytest.mark.parametrize("d", [1, 2, 4, 16])
-def test_matrix_is_the_recursion_of_def_3_1(d):
-    butterfly = example(d, 1)
-    angles, signs = np.asarray(butterfly.angles[0], np.float64), np.asarray(butterfly.signs[0])
-    got = jax.jit(Butterfly.matrix)(butterfly)
-    assert angles.shape == (d - 1,)
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, signs[:, None] * recursion(angles), atol=1e-6)
-
-
 @pytest.mark.parametrize(("d", "products"), tiers(SIZES, [(1, 3), (3, 1), (15, 3)]))
 def test_apply_is_the_product_with_an_orthogonal_matrix(d, products):
     butterfly = example(d, products)
     x = jax.random.normal(jax.random.key(3), (2, 3, d))
-    there, back = APPLY(butterfly, x)
+    matrix, there, back = APPLY(butterfly, x)
     want = dense(butterfly)
     np.testing.assert_allclose(want @ want.T, np.eye(d), atol=1e-12)
+    np.testing.assert_allclose(matrix, want, atol=2e-5)
     np.testing.assert_allclose(there, x @ want.T, atol=2e-5)
     np.testing.assert_allclose(back, x @ want, atol=2e-5)
 
@@ -229,17 +211,3 @@ def test_permutations_are_uniform_and_independent():
     for values in (first, second, np.take_along_axis(np.argsort(second), first, axis=1)):
         shares = np.mean(values[..., None] == np.arange(5), axis=0)
         assert np.abs(shares - 1 / 5).max() < 5 * np.sqrt(0.16 / len(keys))
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda key: random_butterfly(key, 0), "must be a positive integer, got 0"),
-        (lambda key: random_butterfly(key, 4, products=-1), "products must be .* integer, got -1"),
-        (lambda _: example(8, 3).apply(jnp.ones((2, 7))), "width 7 but the butterfly matrix has 8"),
-        (lambda _: example(8, 3).apply_transpose(jnp.ones(7)), "width 7 but the butterfly matrix"),
-    ],
-)
-def test_what_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(jax.random.key(0))

@@ -1,6 +1,5 @@
 """Kernel regression is that of the equation; sigma, tables and figures are those of the paper."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,39 +45,6 @@ def two_classes(rows=400, d=4, name="banknote"):
     x = rng.normal(size=(rows, d))
     x[:, 0] += 5 * y
     return tabular.Table(name, 5 + 2 * x, y, tuple("abcd"[:d]))
-
-
-def test_problems():
-    """95% of the rows train and 5% test; a quarter of the former validates."""
-    table = two_classes(400)
-    problem, validation = classification.problems(table)
-    assert (len(problem.train_x), len(problem.test_x)) == (380, 20)
-    assert (len(validation.train_x), len(validation.test_x)) == (285, 95)
-    inside = np.concatenate([validation.train_x, validation.test_x])
-    np.testing.assert_array_equal(inside, problem.train_x)
-    np.testing.assert_array_equal(np.argmax(problem.one_hot[285:], axis=1), validation.test_y)
-    np.testing.assert_allclose(problem.train_x.std(axis=0), 1, rtol=1e-5)
-    order = np.random.default_rng(42).permutation(400)
-    np.testing.assert_array_equal(problem.test_y, table.y[order[380:]])
-    large = table._replace(name="mine", x=np.tile(table.x, (26, 1)), y=np.tile(table.y, 26))
-    _, validation = classification.problems(large)
-    assert (len(validation.train_x), len(validation.test_x)) == (1000, 100)
-
-
-def test_accuracies():
-    """Points times sigma; the frequencies of the keys; two sizes from one draw."""
-    problem, _ = classification.problems(two_classes(80))
-    found = classification.accuracies(
-        problem._replace(sigma=2.0), "iid", blocks=2, draws=10, seed=3
-    )
-    assert found.shape == (10, 2)
-    keys = jax.random.split(jax.random.key(3), 10)
-    frequencies = classification._frequencies(keys, name="iid", m=8, d=4)
-    for draw, size in ((0, 0), (0, 1), (7, 0), (7, 1)):
-        W = np.asarray(frequencies[draw], np.float64)[: 4 * (size + 1)]
-        points = 2.0 * problem.train_x.astype(float), 2.0 * problem.test_x.astype(float)
-        predicted = np.argmax(by_loops(points[0], problem.one_hot, points[1], W), axis=1)
-        assert found[draw, size] == pytest.approx(np.mean(predicted == problem.test_y))
 
 
 @pytest.mark.thorough

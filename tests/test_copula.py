@@ -96,16 +96,3 @@ def test_learning_recovers_pnc_from_a_random_start():
     assert losses.shape == (300,)
     assert of(couplings.get("orf")) > 1.1 * of(couplings.get("pnc"))
     assert of(copula.orthogonal(theta)) < 1.02 * of(couplings.get("pnc"))
-
-
-def test_bad_input():
-    with pytest.raises(ValueError, match=r"theta has 4 parameters; m lengths .* as 3 for m = 3"):
-        copula.cholesky(jnp.ones(4))
-    with pytest.raises(ValueError, match="couples 4 lengths, the block has 3"):
-        copula.orthogonal(THETA)(jax.random.key(0), 3, 3)
-    with pytest.raises(ValueError, match="ones on its diagonal"):
-        copula.parameters(2 * jnp.eye(3))
-    with pytest.raises(ValueError, match="not positive definite: its least eigenvalue is -1"):
-        copula.parameters(jnp.array([[1.0, 2.0], [2.0, 1.0]]))
-    with pytest.raises(ValueError, match="lengthscale must be positive"):
-        copula.kernel_rmse(jnp.eye(D), lengthscale=0.0)

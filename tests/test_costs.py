@@ -59,8 +59,3 @@ def test_lengths_are_timed_once_and_only_if_the_values_are_right(tmp_path, monke
     assert [line.split(" | ")[1] for line in table.splitlines()[2:]] == ["exact"] * 2
     assert lengths.measure((8, 16), tmp_path) == table
     assert harness.read(tmp_path / "lengths_cpu.csv") == rows
-
-
-def test_the_break_even_is_where_the_speed_up_is_one():
-    assert lengths.break_even({100: 0.5, 400: 2.0, 1600: 8.0}) == 200
-    assert lengths.break_even({100: 1.5, 400: 2.0}) == ""

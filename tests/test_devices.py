@@ -95,10 +95,6 @@ def test_the_peak_is_that_of_the_longest_name_that_fits(monkeypatch):
         ("TPU v5 lite", 197e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA GB200", 2500e12),
-        ("TPU7x", 1153e12),
     ]:
         Device.device_kind = kind
         assert devices.peak_flops() == 4 * peak

@@ -1,23 +1,11 @@
 """The experiment on Flax, Equinox and Haiku: one model and its table."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from experiments.attention import frameworks
 from tests.small import read_csv
 
 pytestmark = pytest.mark.thorough
-
-
-def test_the_models_are_of_one_size():
-    """Haiku and Equinox have the same parameters as linen, under other names."""
-    sizes = {}
-    for name, model in frameworks.MODELS.items():
-        parameters, apply = model(jax.random.key(0))
-        sizes[name] = sorted(x.size for x in jax.tree.leaves(parameters))
-        assert apply(parameters, jnp.zeros((2, 16, 4))).shape == (2, 10)
-    assert sizes["linen"] == sizes["equinox"] == sizes["haiku"]
 
 
 def test_tables(tmp_path):

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import networkx
 import numpy as np
-import pytest
 import scipy.sparse
 
 from performer.graphs import Graph
@@ -51,27 +50,6 @@ def test_normalised_is_one_minus_the_laplacian():
     assert found[5, 5] == 1, "a node alone has Laplacian 0"
 
 
-FORMATS = ("bsr", "coo", "csc", "csr", "dia", "dok", "lil")
-DTYPES = ("bool", "int8", "uint64", "float32")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_any_format_and_dtype_is_the_same_graph(dtype):
-    dense = (weights_matrix() > 0).astype(dtype)
-    csr = scipy.sparse.csr_array(dense)
-    others = [csr.asformat(form) for form in FORMATS] + [scipy.sparse.csr_matrix(dense)]
-    others.append(scipy.sparse.csr_array((csr.data, csr.indices.astype("int64"), csr.indptr)))
-    for matrix in (dense, np.asfortranarray(dense), dense.tolist(), *others):
-        found = Graph.from_scipy(matrix)
-        assert [x.dtype for x in found] == ["int32", "int32", "float32"]
-        np.testing.assert_array_equal(found.to_dense(), weights_matrix() > 0)
-    pairs = np.array(EDGES)
-    for ids in ("uint8", "int16", "uint64"):
-        np.testing.assert_array_equal(
-            Graph.from_edges(pairs.astype(ids), NUM_NODES).to_dense(), weights_matrix() > 0
-        )
-
-
 def test_nothing_of_the_caller_is_edited():
     """Not even a matrix in the very format that is wanted, with entries to add up and to drop."""
     parts = {
@@ -91,38 +69,7 @@ def test_nothing_of_the_caller_is_edited():
     assert (edges.tolist(), weights.tolist()) == ([[0, 1], [1, 1]], [0, 2])
 
 
-def many_arcs():
-    """A matrix that says it has 2^31 entries; it has none."""
-    matrix = scipy.sparse.csr_array((2, 2))
-    matrix.indptr = np.array([0, 0, 2**31])
-    return matrix
-
-
 def test_rounding_is_no_asymmetry():
     """As float32 rounds D^{-1/2} W D^{-1/2}, entry by entry, next to entries of any size."""
     matrix = np.array([[0, 1e-9, 0], [1e-9 * (1 + 1e-7), 0, 1e9], [0, 1e9, 0]])
     np.testing.assert_allclose(Graph.from_scipy(matrix).to_dense(), matrix, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Graph.from_edges([(0, 3)], 3), r"edge 0, \(0, 3\), names a node outside 0..2"),
-        (lambda: Graph.from_edges([(0, 1)], 3, [np.nan]), "not finite"),
-        (lambda: Graph.from_scipy(np.triu(np.ones((3, 3)), 1)), r"not symmetric: \[0, 1\] is 1"),
-        (lambda: Graph.from_networkx(networkx.DiGraph([(0, 1)])), "directed; use"),
-        (lambda: Graph.from_edges([], 2**31), "2147483648 nodes are more than int32 can number"),
-        (lambda: Graph.from_edges(np.array([(0, 2**63)], np.uint64), 2), "names a node outside"),
-        (
-            lambda: Graph._from_rows(many_arcs()),
-            r"2147483648 arcs \(two for each edge\) are more than int32",
-        ),
-        (
-            lambda: Graph.from_edges([(0, 1)], 2, [-1.0]).normalised(),
-            "weights >= 0, the least is -1",
-        ),
-    ],
-)
-def test_bad_input(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()

@@ -149,20 +149,3 @@ def test_nodes_are_independent_and_keep_their_draws():
     assert abs(np.corrcoef(a, b)[0, 1]) * np.sqrt(DRAWS) < 5
     fewer = couplings.lengths(jax.random.key(0), "antithetic", 10, 4, 0.3)
     np.testing.assert_array_equal(fewer, lengths[:10])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("antithetc", 3, 2, 0.5), "walks 'antithetc'; did you mean 'antithetic'"),
-        (("sigma", 3, 2, 0.5), r"learned: pass couplings.sigma\(matching.learn"),
-        (("independent", 3, 0, 0.5), "num_walks must be a positive integer, got 0"),
-        (("independent", 3, 2, 0.0), r"in \(0, 1\), got 0.0"),
-        (("independent", 3, 2, 1.0), r"in \(0, 1\), got 1.0"),
-    ],
-)  # fmt: skip
-def test_bad_input(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        couplings.lengths(jax.random.key(0), *arguments)
-    with pytest.raises(ValueError, match=r"not a permutation of 0..2: \[0 0 2\]"):
-        couplings.sigma(np.array([0, 0, 2]))

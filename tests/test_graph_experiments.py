@@ -8,7 +8,7 @@ from experiments.graphs import data as graph_data
 from experiments.graphs import kernels as graph_kernels
 from experiments.graphs import tasks as graph_tasks
 from experiments.graphs import termination
-from performer.graphs import Graph, features, theory
+from performer.graphs import Graph, features
 from tests.small import read_csv
 
 pytestmark = pytest.mark.thorough
@@ -36,23 +36,6 @@ def test_generated_graphs_have_the_sizes_of_the_paper():
         assert int(found[name].degrees.min()) > 0
 
 
-def test_load(tmp_path):
-    write(tmp_path / "graphs" / "mine.npz", edges=PATH, n_nodes=4, weights=[2.0, 3.0])
-    write(tmp_path / "graphs" / "bare.npz", edges=PATH)
-    weighted = graph_data.load("mine", tmp_path, weighted=True)
-    assert graph_data.load("mine", tmp_path).weights.tolist() == [1, 1, 1, 1]
-    np.testing.assert_array_equal(weighted.to_dense()[1], [2, 0, 3, 0])
-    assert graph_data.load("Ladder", tmp_path).num_nodes == 100
-    assert graph_data.load("karate").num_nodes == 34
-    assert set(graph_data.load("karate").weights.tolist()) == {1}
-    with pytest.raises(ValueError, match=r"no file .*karate\.npz; files of .* there: bare, mine"):
-        graph_data.load("karate", tmp_path)
-    with pytest.raises(ValueError, match=r"bare\.npz has no n_nodes, only edges"):
-        graph_data.load("bare", tmp_path)
-    with pytest.raises(ValueError, match="unknown graph 'karat'; did you mean 'karate'?"):
-        graph_data.load("karat")
-
-
 PATH_AND_EDGE = [Graph.from_edges(PATH, 3), Graph.from_edges([(0, 1)], 2)]
 
 
@@ -74,17 +57,6 @@ def test_kernel_errors_are_those_of_the_librarys_estimate(monkeypatch):
         assert error == pytest.approx(want, rel=1e-3)
     more = graph_kernels.kernel_errors(key, PATH_AND_EDGE, "independent", 20)
     assert all(len(np.unique(of)) > 3 for of in more)
-
-
-@pytest.mark.parametrize("coupling", ["independent", "antithetic"])
-def test_pagerank_errors_are_those_of_the_theory(coupling, monkeypatch):
-    """The mean of 1,500 squared errors, to five standard errors."""
-    monkeypatch.setattr(graph_kernels, "WALKS", (2,))
-    path = PATH_AND_EDGE[0]
-    found = graph_kernels.pagerank_errors(jax.random.key(1), [path], coupling, 1500)
-    assert found.shape == (1, 1500, 1)
-    want = theory.pagerank_variance(path, num_walks=2, p_halt=0.3, coupling=coupling).sum()
-    assert abs(found.mean() - want) < 5 * found.std() / np.sqrt(1500) + 1e-3 * want
 
 
 def test_kernel_figures(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Gaussian processes by conjugate gradients against dense algebra."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +22,9 @@ def estimate():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("noise_scale", "options", "message"),
-    [
-        (1e-4, dict(tolerance=1e-20), "relative residual of .* for a tolerance of 1e-20"),
-        (0.0, {}, "noise_scale must be positive"),
-        (1.0, dict(output_scale=-1.0), "output_scale must be positive"),
-    ],
-)
-def test_a_posterior_that_is_refused(noise_scale, options, message):
-    with pytest.raises(ValueError, match=message):
-        gp.condition(estimate(), OBSERVED, NEW, Y, noise_scale, **options)
+def test_a_posterior_that_is_not_solved_is_refused():
+    with pytest.raises(ValueError, match="relative residual of .* for a tolerance of 1e-20"):
+        gp.condition(estimate(), OBSERVED, NEW, Y, 1e-4, tolerance=1e-20)
 
 
 def law_of(gram, observed, y, nodes, output_scale, noise_scale):
@@ -94,25 +85,6 @@ def test_fit_takes_whole_values_and_nodes_seen_twice():
 
     slope = loss(np.log(0.5) + 1e-4) - loss(np.log(0.5) - 1e-4)
     assert np.sign(float(found.noise_scale) - 0.5) == -np.sign(slope)
-
-
-@pytest.mark.parametrize(
-    ("observed", "y", "nodes", "message"),
-    [
-        ([0, 34], [1.0, 2], [0], "observed must be nodes from 0 to 33, got 34"),
-        ([0.0, 1], [1.0, 2], [0], r"observed must be whole numbers \(n,\), got float32"),
-        ([0, 1], [1.0, np.nan], [0], "y has entries that are not finite"),
-    ],
-)
-def test_observations_that_are_refused(observed, y, nodes, message):
-    with pytest.raises(ValueError, match=message):
-        inspect.unwrap(gp.condition)(estimate(), observed, nodes, y, 1.0)
-    if "nodes must" not in message:
-        sampled = features.sample(jax.random.key(2), karate(), num_walks=2, p_halt=0.3)
-        with pytest.raises(ValueError, match=message):
-            inspect.unwrap(gp.fit)(
-                jax.random.key(3), sampled, observed, y, gp.Scales(1.0, 1.0, 1.0)
-            )
 
 
 def test_one_sample_is_that_of_the_equations():

@@ -1,7 +1,6 @@
 """Dense kernels against expressions of matrices, and their series against the dense kernels."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,8 @@ import scipy.optimize
 import scipy.sparse.linalg
 import scipy.special
 
-from performer.graphs import Graph, features, gp, kernels
-from tests.graph_examples import NUM_NODES, example, karate, laplacian, weights_matrix
+from performer.graphs import Graph, kernels
+from tests.graph_examples import NUM_NODES, example, laplacian, weights_matrix
 
 L = laplacian(weights_matrix())
 ONE = np.eye(NUM_NODES)
@@ -105,22 +104,6 @@ def test_resolvent_of_the_weights():
     np.testing.assert_allclose(kernels.Resolvent(2).dense(small), expected @ expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: kernels.Resolvent().dense(example()), r"spectral radius of the weights is 3\."),
-        (partial(kernels.Diffusion, sigma=-1.0), "sigma must be positive and finite"),
-        (lambda: kernels.RandomWalk(alpha=1.5), "alpha must be at least 2"),
-        (lambda: kernels.RandomWalk(alpha=np.nan), "alpha must be at least 2"),
-        (lambda: kernels.FromSeries(lambda n: -np.ones(n)), "begin with c_0 > 0, got -1"),
-        (lambda: kernels.Diffusion().dense(Graph.from_edges([(0, 1)], 2, [-1.0])), "weights >= 0"),
-    ],
-)  # fmt: skip
-def test_bad_input(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
 RING = [(i, (i + 1) % 152) for i in range(152)]
 
 
@@ -181,37 +164,6 @@ def test_diffusion_with_a_large_sigma_does_not_vanish():
     """f_0 = exp(-sigma^2 / 4) does, in float32; f_k at a = 1 add up to exactly 1."""
     for sigma in (1e-15, 0.1, 10.0, 30.0):
         np.testing.assert_allclose(float(kernels.Diffusion(sigma)(1024).sum()), 1, rtol=3e-4)
-
-
-@pytest.mark.thorough
-def test_alpha_is_fitted_with_the_scales():
-    """The lengthscale of `gp.fit` is alpha - 2; the likelihood in float64, of the same walks."""
-    sampled = features.sample(jax.random.key(0), karate(), num_walks=4, p_halt=0.3)
-    phi = features.modulate(sampled, kernels.RandomWalk(2, 4.0))  # f_0 = alpha - 1, f_1 = 1
-    first = features.modulate(sampled, lambda length: jnp.eye(length)[0]).to_dense()
-    powers = np.asarray(first, np.float64), np.asarray(phi.to_dense() - 3 * first, np.float64)
-    observed = np.arange(28)
-    truth = np.random.default_rng(0).multivariate_normal(
-        np.zeros(34), kernels.RandomWalk(2, 2.5).dense(karate())
-    )
-    y = np.float32(truth[:28] + 0.3 * np.random.default_rng(1).standard_normal(28))
-
-    def loss(logs):
-        excess, output_scale, noise_scale = np.exp(logs)
-        root = (1 + excess) * powers[0] + powers[1]
-        gram = output_scale**2 * (root @ root.T)[:28, :28] + noise_scale**2 * np.eye(28)
-        return (y @ np.linalg.solve(gram, y) + np.linalg.slogdet(gram)[1]) / 2
-
-    start = (2.0, 1.5, 1.5)
-    scales, _ = gp.fit(
-        jax.random.key(1), sampled, jnp.asarray(observed), jnp.asarray(y), gp.Scales(*start),
-        kernel=lambda excess: kernels.RandomWalk(2, 2 + excess), num_steps=60,
-        num_probes=8, optimizer=gp.optax.adam(1e-1),
-    )  # fmt: skip
-    best = scipy.optimize.minimize(loss, np.log(start), method="Nelder-Mead").fun
-    begun, reached = loss(np.log(start)), loss(np.log(np.array(scales, float)))
-    assert begun - best > 0.5
-    assert reached - best < 0.1 * (begun - best)
 
 
 def test_a_traced_alpha_below_two_is_no_number():

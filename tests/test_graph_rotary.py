@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from performer.graphs import Graph, rotary
+from performer.graphs import rotary
 from tests.graph_examples import copies, example, karate, weights_matrix
 
 
@@ -45,12 +44,3 @@ def test_rotations_are_those_of_complex_numbers():
             found = rotary.rotate(*map(jnp.asarray, (x, r, omega)))
         np.testing.assert_allclose(found[..., :4], expected.real, atol=1e-12)
         np.testing.assert_allclose(found[..., 4:], expected.imag, atol=1e-12)
-
-
-def test_what_is_refused():
-    with pytest.raises(ValueError, match="num_coordinates must be at most 6, .*, got 7"):
-        rotary.coordinates(example(), 7)
-    with pytest.raises(ValueError, match="the Laplacian needs weights >= 0, the least is -1"):
-        rotary.coordinates(Graph.from_edges([(0, 1)], 2, [-1.0]), 1)
-    with pytest.raises(ValueError, match="8 entries need half as many frequencies"):
-        rotary.rotate(jnp.ones((2, 1, 8)), jnp.ones((2, 3)), jnp.ones((3, 3)))

@@ -3,57 +3,21 @@
 import networkx
 import numpy as np
 import pytest
-import scipy.linalg
-import scipy.sparse
-from graph_examples import laplacian
 from matplotlib import pyplot as plt
-from scipy import stats
 
 from experiments.graphs import gp as graph_gp
 from experiments.graphs import sigma as graph_sigma
-from performer.graphs import Graph, couplings
+from performer.graphs import Graph
 from tests.small import read_csv
 
 pytestmark = pytest.mark.thorough
 
 
-def _graphs():
-    made = {"star": networkx.star_graph(4), "tailed": networkx.lollipop_graph(3, 4)}
-    return {name: Graph.from_networkx(graph) for name, graph in made.items()}
-
-
-def _weights(graph):
-    return np.asarray(graph.to_dense(), np.float64)
-
-
-@pytest.mark.parametrize("coupled", [False, True])
-def test_pagerank_errors(coupled):
-    """The mean square is that of indicators: sum_ij Var(walks of j that halt at i) / N^2.
-
-    At p_halt = 1/2 the permutation (1, 0) makes one of two walks halt at once, and the other not:
-    they halt at the same node with the probability to return. (6 standard errors.)
-    """
-    p, graphs, repeats = 0.5, _graphs(), 4000
-    coupling = couplings.sigma(np.array([1, 0])) if coupled else "independent"
-    found = graph_sigma.pagerank_errors(graphs, repeats, coupling, p)
-    for name, graph in graphs.items():
-        weights, n = _weights(graph), graph.num_nodes
-        transition = weights / weights.sum(axis=1, keepdims=True)
-        halting = p * np.linalg.inv(np.eye(n) - (1 - p) * transition)
-        want = np.sum(halting * (1 - halting)) / 2 / n**2
-        if coupled:
-            later = (halting - p * np.eye(n)) / (1 - p)
-            want += (np.trace(later) - np.sum(halting**2)) / 2 / n**2
-        squares = found[name] ** 2
-        assert len(squares) == repeats
-        assert abs(squares.mean() - want) < 6 * squares.std() / repeats**0.5
-        assert squares.std() / repeats**0.5 < 0.02 * want
-
-
 def test_figure_8(tmp_path, monkeypatch):
     """All ways find permutations of the least objective; the reversal, when no quantiles tie."""
     monkeypatch.setattr(graph_sigma, "ORDERS", (2, 3, 11))
-    graph_sigma.figure_8({"tailed": _graphs()["tailed"]}, 40, tmp_path / "figure_8")
+    tailed = Graph.from_networkx(networkx.lollipop_graph(3, 4))
+    graph_sigma.figure_8({"tailed": tailed}, 40, tmp_path / "figure_8")
     rows = read_csv(tmp_path / "figure_8.csv")
     ways = ["linear", "projected", "quadratic", "reduced"]
     found = [(row["n"], row["learned"]) for row in rows]
@@ -77,19 +41,6 @@ def task():
     return _ladder()
 
 
-def test_split():
-    """Standardised by the training values alone; errors are in the units of all."""
-    graph, nodes = Graph.from_networkx(networkx.path_graph(30)), np.arange(5, 25)
-    values = 10 + 3.0 * np.arange(20)
-    task = graph_gp.split(graph, nodes, values, count=4, standardised=True)
-    assert sorted([*task.train, *task.test]) == nodes.tolist()
-    assert len(task.test) == 4
-    known = values[task.train - 5]
-    np.testing.assert_allclose(task.y, (known - known.mean()) / known.std())
-    np.testing.assert_allclose(task.test_y, (values[task.test - 5] - known.mean()) / known.std())
-    assert graph_gp.rmse(task, task.test_y - 2) == pytest.approx(2 * known.std(), rel=1e-5)
-
-
 def test_gp_figure(task, tmp_path, monkeypatch):
     """More walks have lower errors, and the fit moves all scales."""
     monkeypatch.setattr(graph_gp, "STEPS", 20)
@@ -106,31 +57,3 @@ def test_gp_figure(task, tmp_path, monkeypatch):
     assert said.count("of 2 cases") == 9
     assert (tmp_path / "figure_4.png").exists()
     assert not plt.get_fignums()
-
-
-def test_likeliest_scales():
-    """No scale moved by a tenth has a larger likelihood, by SciPy's normal law."""
-    task = _ladder(nodes=30)
-    y = task.y + 0.3 * np.random.default_rng(3).normal(size=55)
-    found = graph_gp.likeliest(task._replace(y=y))
-
-    def likelihood(lengthscale, output_scale, noise_scale):
-        kernel = scipy.linalg.expm(-(lengthscale**2) / 2 * laplacian(_weights(task.graph)))
-        gram = output_scale**2 * kernel[np.ix_(task.train, task.train)]
-        return stats.multivariate_normal(cov=gram + noise_scale**2 * np.eye(55)).logpdf(y)
-
-    most = likelihood(*found)
-    for scale in range(3):
-        for factor in (0.9, 1.1):
-            moved = [x * (factor if i == scale else 1) for i, x in enumerate(found)]
-            assert likelihood(*moved) < most
-
-
-def test_nearest():
-    """By lengths, which are the inverse of the weights: 2 is one long road from 3."""
-    graph = Graph.from_edges([(0, 1), (1, 2), (2, 3)], 4, [1.0, 1.0, 0.1])
-    values = np.array([1.0, 2.0, 4.0, 8.0])
-    task = graph_gp.split(graph, np.arange(4), values, count=1)
-    task = task._replace(train=np.array([0, 1, 3]), y=values[[0, 1, 3]], test=np.array([2]))
-    np.testing.assert_array_equal(graph_gp.nearest(task, 1), [2])
-    np.testing.assert_array_equal(graph_gp.nearest(task, 2), [1.5])

@@ -148,15 +148,3 @@ def test_of_couplings_that_take_as_many_walks_the_best_is_recommended():
     for tolerance in (0.04, 0.05, 0.06, 0.08):
         best = theory.recommend(graph, kernels.RegularisedLaplacian(2, 0.3), tolerance)
         assert best.coupling == "antithetic" or best.num_walks % 2
-
-
-def test_what_is_refused():
-    graph, kernel = weighted(), kernels.Diffusion()
-    with pytest.raises(ValueError, match="unknown coupling of walks 'sigma'"):
-        theory.expected_error(graph, kernel, num_walks=2, p_halt=0.5, coupling="sigma")
-    with pytest.raises(ValueError, match="tolerance must be positive, got 0"):
-        theory.recommend(graph, kernel, 0.0)
-    with pytest.raises(ValueError, match="do not reach an error of 1e-09"):
-        theory.recommend(graph, kernel, 1e-9)
-    with pytest.raises(ValueError, match="teleports"):
-        theory.pagerank_variance(example(), num_walks=2, p_halt=0.5)

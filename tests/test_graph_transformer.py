@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.graphs import search, stretches, transformer
+from experiments.graphs import transformer
 from tests.graph_examples import karate
 from tests.small import read_csv
 
@@ -33,27 +33,3 @@ def test_exact_masked_attention_is_that_of_the_equations():
         expected = weights @ v[:, n] / weights.sum(axis=1, keepdims=True)
         found = layer.attend(*map(jnp.asarray, (q, k, v)), transformer.powers(karate()), None)
         np.testing.assert_allclose(found[:, n], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_citations(tmp_path):
-    path = tmp_path / "cora.npz"
-    parts = dict(edges=[(0, 1)], n_nodes=3, labels=[0, 1, 0], split=[1, 2, 3])
-    np.savez(path, attributes=[(0, 0), (0, 3), (2, 1)], **parts)
-    problem = transformer.citations(path)
-    np.testing.assert_array_equal(problem.inputs, [[1, 0, 0, 1], [0, 0, 0, 0], [0, 2, 0, 0]])
-    assert problem.graph.num_nodes == 3
-    split = transformer.random_split(0, 100)
-    assert np.bincount(split).tolist() == [0, 10, 10, 80]
-
-
-def test_search_finds_the_best_of_few_nodes(tmp_path):
-    search.main(nodes=1000, rounds=4, batch=8, out=tmp_path)
-    rows = read_csv(tmp_path / "search.csv")
-    assert [row["observed"] for row in rows] == ["8", "16", "24", "32"]
-    assert float(rows[-1]["Thompson sampling"]) <= float(rows[-1]["random"])
-
-
-def test_stitched_walks_have_smaller_errors_for_kernels_that_reach_far():
-    """By 64 visits of each node, sigma = 4: the mean of 20 trials, 0.6 to 0.7 of that of one."""
-    one = min(stretches.errors(karate(), 4.0, 1, p, 20).mean() for p in (0.125, 0.25))
-    assert stretches.errors(karate(), 4.0, 4, 0.5, 20).mean() < 0.85 * one

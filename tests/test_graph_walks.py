@@ -34,7 +34,6 @@ ALARM = 1e-6
 """The rate of false alarms of each statistical test."""
 P_HALT = 0.4
 COPIES = 4000
-F = kernels.Diffusion()
 
 
 def limit(scores):
@@ -102,26 +101,6 @@ def test_weights_of_one_component_do_not_touch_another():
     assert np.asarray(found.load)[of_two].tolist() == [8.0] * count
     to_four = np.sum(np.asarray(found.node)[of_two] == 4)
     assert stats.binomtest(int(to_four), count, 0.75).pvalue > ALARM
-
-
-ONES = np.ones((9, 2), np.int32)
-NEGATIVE = Graph.from_edges([(0, 1)], 2, [-1.0])
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments", "options", "words"),
-    [
-        (walks.sample, (Graph.from_edges([], 1), np.broadcast_to(np.int32(0), (1, 2**31))), {},
-         "2147483648 walks are more than int32 can number"),
-        (walks.sample, (example(), ONES), {"steps": "fast"}, "'weighted', got 'fast'"),
-        (walks.sample, (example(), ONES[:8]), {}, r"of 9 nodes; got \(8, 2\)"),
-        (walks.sample, (NEGATIVE, ONES[:2]), {"steps": "weighted"}, "needs weights >= 0"),
-        (reinforced.sample, (example(), ONES[:8]), {}, r"of 9 nodes; got \(8, 2\)"),
-    ],
-)  # fmt: skip
-def test_what_walks_refuse(function, arguments, options, words):
-    with pytest.raises(ValueError, match=words):
-        function.__wrapped__(jax.random.key(0), *arguments, p_halt=0.5, **options)
 
 
 def test_reinforced_walks_on_a_graph_without_edges_stay():
@@ -203,25 +182,6 @@ def test_the_features_are_those_of_the_equation():
         phi[i, x] += f[t] * load / 3
     found = features.modulate(sampled, lambda length: jnp.asarray((f + [0.0] * length)[:length]))
     np.testing.assert_allclose(found.to_dense(), phi, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"kernel": F, "p_halt": 1.5}, r"in \(0, 1\), got 1.5"),
-        ({"kernel": F, "coupling": "antithetical"}, "did you mean 'antithetic'"),
-        ({}, "diverges: the spectral radius of the weights is 1, and it converges up to 1;"),
-        ({"kernel": kernels.Diffusion}, r"as kernels.Diffusion\(sigma=1.0\), got <class"),
-        ({"kernel": F, "graph": Graph.from_edges([(0, 1)], 2, [-1.0])}, "weights >= 0"),
-    ],
-)  # fmt: skip
-def test_bad_input(options, words):
-    arguments = {
-        "key": jax.random.key(0), "graph": example(), "kernel": kernels.Resolvent(),
-        "num_walks": 2, "p_halt": 0.5,
-    } | options  # fmt: skip
-    with pytest.raises(ValueError, match=words):
-        graph_random_features.__wrapped__(**arguments)
 
 
 def test_merged_walks_have_the_same_features():

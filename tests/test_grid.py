@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from performer.graphs import kernels
+from tests.graph_examples import masked
 from tests.small import new_vit, small_config
 from vit import config
 from vit.model.grid import GridAttention, grid
@@ -49,7 +50,7 @@ def test_the_mean_mask_is_the_kernel_of_the_grid():
 
 
 def test_attention_is_that_of_the_weights_times_the_mask():
-    attention, (q, k, v) = layer(), qkv()
+    attention = layer()
     attention.joined[...] = jnp.linspace(-1, 1, HEADS)
     mask = np.asarray(attention.matrix, np.float64)
     np.testing.assert_allclose(mask[:, :PREFIX, :PREFIX], 1)
@@ -57,14 +58,7 @@ def test_attention_is_that_of_the_weights_times_the_mask():
     np.testing.assert_allclose(
         mask[:, :PREFIX, PREFIX:], np.broadcast_to(joined, (HEADS, PREFIX, 9)), rtol=1e-6
     )
-    root, w = 4**-0.25, np.asarray(attention.frequencies[...], np.float64)
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    left = np.exp(np.einsum("btnh,nmh->bntm", q * root, w))
-    half = np.sum((k * root) ** 2, -1).transpose(0, 2, 1)[..., None] / 2
-    right = np.exp(np.einsum("bsnh,nmh->bnsm", k * root, w) - half)
-    weights = np.einsum("bntm,bnsm->bnts", left, right) * mask
-    weights /= weights.sum(-1, keepdims=True)
-    expected = np.einsum("bnts,bsnv->btnv", weights, v)
+    expected = masked(*qkv(), attention.frequencies[...], mask)
     np.testing.assert_allclose(attention(*qkv()), expected, rtol=1e-4, atol=1e-5)
 
 

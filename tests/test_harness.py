@@ -4,7 +4,6 @@ import jax
 import numpy as np
 
 from experiments.common import harness, statistics
-from vit.reports import report
 
 NOISE = np.random.default_rng(0).normal(size=(3, 20))
 MEANS = {"a": (9, 6, 3), "b": (9, 6, 12)}
@@ -34,13 +33,6 @@ def test_a_sweep_has_a_row_for_each_case_and_size():
     assert first == {"n": 1, "8": 2.0, "± (8)": rows[0]["±"], "16": 3.0, "± (16)": rows[1]["±"]}
 
 
-def test_verdict():
-    lines = harness.verdict(swept(), "{graph}").splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith("- sigma below antithetic in 1 and above in 1 of 2 cases")
-    assert lines[2].startswith("- antithetic below independent in 2 and above in 0 of 2 cases")
-
-
 def test_ratios_are_those_to_the_first_of_a_case():
     rows = harness.relative(swept(), "{graph}")
     assert rows[0]["ratio"] == 1
@@ -48,36 +40,6 @@ def test_ratios_are_those_to_the_first_of_a_case():
     assert (rows[5]["ratio"], rows[5]["ratio ±"]) == want
     line = harness.wide(rows[1:3], "{coupling} / independent", "ratio")[0]
     assert list(line) == ["graph", "antithetic / independent", "sigma / independent"]
-
-
-def test_show_writes_figure_table_and_tests(tmp_path):
-    figures = {"errors": dict(columns=COUPLINGS, x="{graph}", line="{line}")}
-    options = dict(column="{coupling}", case="{graph}")
-    text = harness.show(swept(), tmp_path / "errors", figures, "Errors.", **options)
-    assert (tmp_path / "errors.md").read_text() == text
-    head, *lines = (tmp_path / "errors.csv").read_text().splitlines()
-    assert head == "graph,independent,antithetic,sigma"
-    assert [line[0] for line in lines] == ["a", "b"]
-    assert "Errors.\n\n- sigma below antithetic in 1 and above in 1 of 2 cases" in text
-    assert (tmp_path / "errors.png").stat().st_size > 5_000
-
-
-def test_a_csv_is_read_as_the_rows_that_made_it(tmp_path):
-    """Estimates to the digits that are printed; numbers, text and empty cells as they are."""
-    values = np.array([[0.5, 0.25], [0.7, 0.35]])
-    rows = harness.sweep(harness.cases(**{"data set": ["a", "b"]}), lambda _: values, m=(8, 16))
-    report.table(harness.wide(rows, "m = {m}"), tmp_path / "t")
-    found = harness.tall(harness.read(tmp_path / "t.csv"), "m = {m}")
-    assert [(r["data set"], r["m"]) for r in found] == [(r["data set"], r["m"]) for r in rows]
-    np.testing.assert_allclose([r["mean"] for r in found], [0.6, 0.3] * 2)
-    np.testing.assert_allclose([r["mean ±"] for r in found], [0.1, 0.05] * 2)
-    (tmp_path / "t.csv").write_text("x,y,± (y),z\n1,2.5,nan,\n")
-    (read,) = harness.read(tmp_path / "t.csv")
-    assert read["x"] == 1
-    assert read["z"] == ""
-    (row,) = harness.tall([read], ("y", "z"))
-    assert (row["line"], row["mean"]) == ("y", 2.5)
-    assert np.isnan(row["mean ±"])
 
 
 def test_draws_have_a_key_each():

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.language_model import conversion, generate, text, train
-from experiments.language_model.attention import SILENT, Hybrid, Softmax
-from experiments.language_model.model import losses, rotated
+from experiments.language_model import generate, text, train
+from experiments.language_model.attention import Hybrid, Softmax
+from experiments.language_model.model import losses
 from experiments.language_model.task import Settings, layers, task
-from performer.attention.calibration import calibrate
-from performer.attention.refinement import LEARNED, Far, Sample, learned_estimate
-from performer.typing import Window
+from performer.attention.refinement import LEARNED, Far
 from tests.small import read_csv
 from vit import convert, evaluate
 from vit.config import Size, of_run, validate
@@ -62,15 +60,6 @@ def test_windows_of_a_text():
     assert [x[0] for x in held_out] == list(range(900, 984, 16))
 
 
-def test_rotations_leave_what_depends_on_the_distance_alone():
-    x, y = np.random.default_rng(0).standard_normal((2, 1, 5, 1, 8))
-    first, later = (rotated(jnp.asarray(x), jnp.arange(5) + shift) for shift in (0, 7))
-    third, fourth = (rotated(jnp.asarray(y), jnp.arange(5) + shift) for shift in (2, 9))
-    products = (np.einsum("btnh,btnh->t", *pair) for pair in ((first, third), (later, fourth)))
-    np.testing.assert_allclose(*products, atol=1e-5)
-    assert not np.allclose(first[:, 1:], x[:, 1:], atol=0.1)
-
-
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_streaming_is_the_whole_text(kind):
     """In pieces of 9, 1 and 11 characters; and no logit sees a later character."""
@@ -91,39 +80,6 @@ def test_a_window_as_long_as_the_text_is_softmax():
     new = exchanged(learned, model, [Hybrid(far, None, 12)] * 2)
     np.testing.assert_allclose(new(tokens(20)), model(tokens(20)), atol=1e-5)
     assert isinstance(model.blocks[0].attention.attention_fn, Softmax)
-
-
-@pytest.mark.parametrize("window", [4, 0])
-def test_a_hybrid_is_what_was_fitted(window):
-    """Its rows are those of attention transfer: frequencies of queries apart from those of keys."""
-    keys = jax.random.split(jax.random.key(0), 6)
-    query, key = jax.random.normal(keys[0], (2, 3, 20, 2, 8))
-    shapes = [(2, 5, 8), (2, 5, 8), (2, 5), (2,)]
-    far = Far(*(jax.random.normal(k, shape) for k, shape in zip(keys[1:5], shapes, strict=True)))
-    fitted = calibrate(query, key, method="shift+scale", coupling="orf")
-    unit = jnp.broadcast_to(jnp.eye(20)[:, None], (3, 20, 2, 20))
-    got = Hybrid(far, fitted, window)(query, key, unit)
-    fixed = fitted, Window(window, int(window > 0))
-    want = learned_estimate(far, fixed, Sample.of(query, key), True)
-    np.testing.assert_allclose(jnp.moveaxis(got, -2, -3), want, atol=2e-6)
-
-
-def test_features_that_cost_loss_are_left_out():
-    """Of an untrained model features raise the loss as often as they lower it."""
-    model, _, learned, _ = decoder("softmax")
-    batch, kept = {"tokens": tokens(32, rows=3)}, []
-
-    def loss(attention):
-        return float(losses(exchanged(learned, model, attention), batch).mean())
-
-    alone = loss([Hybrid(None, None, 4)] * 2)
-    for key in jax.random.split(jax.random.key(0), 4):
-        far = Far.of(jax.random.normal(key, (2, 6, 8)))
-        attention = [Hybrid(far, None, 4) for _ in range(2)]
-        chosen = conversion.no_worse(learned, model, attention, [batch])
-        kept += [bool((layer.far["weight"][...] > SILENT).all()) for layer in chosen]
-        assert loss(chosen) < alone or not any(kept[-2:])
-    assert {*kept} == {True, False}
 
 
 @pytest.mark.parametrize(

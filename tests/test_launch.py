@@ -11,7 +11,6 @@ import jax
 import pytest
 from absl import flags
 
-from experiments.common import launch
 from tests import commands
 from tests.pages import code
 from vit.config import arguments, cli
@@ -48,9 +47,9 @@ def example(
 
 def parsed(*given):
     values = flags.FlagValues()
-    launch.define(example, {"draws": 1}, values)
+    arguments.define(example, {"draws": 1}, values)
     parse_flags(["program", *given], values)
-    return {name: values[name].value for name in values}
+    return {name: values[name].value for name in values if "help" not in name}
 
 
 def test_values_are_of_their_kinds():
@@ -58,7 +57,7 @@ def test_values_are_of_their_kinds():
         *("--workdir=x", "--names=c, d", "--sizes=16,32", "--parts=two,one", "--rate=2", "--deep"),
         *("--folder", "y"),
     )
-    assert given | {"names": given["names"]} == {
+    assert given == {
         "workdir": Path("x"),
         "names": ("c", "d"),
         "sizes": (16, 32),
@@ -68,7 +67,7 @@ def test_values_are_of_their_kinds():
         "folder": Path("y"),
         "deep": True,
         "quick": False,
-    } | {k: v for k, v in given.items() if k in ("help", "helpshort", "helpfull", "helpxml")}
+    }
     defaults = parsed("--workdir=x")
     assert (defaults["names"], defaults["sizes"], defaults["folder"]) == (("a", "b"), (), None)
 
@@ -92,45 +91,6 @@ def test_a_bad_value_ends_in_one_line(given, said):
     assert "\n" not in str(end.value)
 
 
-PROGRAM = '''
-"""What it does."""
-from pathlib import Path
-from typing import Literal
-from experiments.common import launch
-
-def words(what: Literal["a", "b"], /, draws: int = 3, out: Path = Path("x")) -> None:
-    """Does it.
-
-    Args:
-        what: of them.
-        draws: how many.
-        out: folder.
-    """
-    print(what, draws, out)
-
-if __name__ == "__main__":
-    launch.run({}, {})
-'''
-
-
-@pytest.mark.thorough
-def test_a_program(tmp_path):
-    unknown = "ValueError: unknown value 'c'; did you mean 'b'? Choices: a, b"
-    cases = [
-        ("words", {"draws": 2}, ["--out=y", "a", "--quick"], "a 2 y/quick"),
-        ("words", {"draws": 2}, ["a", "--quick", "--draws=9"], "a 9 x/quick"),
-        ("words", None, ["c"], unknown),
-        ("words", None, ["a", "--draws=1"], "ValueError: --draws=1 must be at least 2"),
-    ]
-    lines = []
-    for number, (main, quick, given, _) in enumerate(cases):
-        path = tmp_path / f"program{number}.py"
-        path.write_text(PROGRAM.replace("{}, {}", f"{main}, {quick}"))
-        lines.append([str(path), *given])
-    outcomes = commands.start_all(lines, ("experiments.common.launch",))
-    assert [(out + err).strip() for _, out, err in outcomes] == [case[-1] for case in cases]
-
-
 LAUNCHED = [
     module
     for module, _ in cli.programs("experiments").values()
@@ -144,13 +104,13 @@ def test_every_experiment_starts_and_explains_its_flags():
     for module in LAUNCHED:
         main = importlib.import_module(module).main
         values, told = flags.FlagValues(), arguments.meanings(main)
-        parameters = launch.define(main, None, values)
+        parameters = arguments.define(main, None, values)
         assert list(told) == [p.name for p in parameters]
         assert all(told.values())
         for p in parameters:
             given = p.name in values and p.default not in (None, p.empty, (), "")
             if given and p.annotation is not bool:
-                parser = launch.Parser(p.annotation)
+                parser = arguments.Parser(p.annotation)
                 assert parser.parse(parser.serialize(p.default)) == p.default
 
 

@@ -28,7 +28,7 @@ def forward(model):
 
 
 @pytest.mark.parametrize(
-    ("pooling", "position"), tiers([("token", "learned"), ("mean", "sincos")], 1)
+    ("pooling", "position"), tiers([("token", "learned"), ("mean", "sincos")], 0)
 )
 def test_shapes_and_intermediates(pooling, position):
     model = vit(model=config.Model("XS/2", pooling=pooling, position=position))

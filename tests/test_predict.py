@@ -2,7 +2,6 @@
 
 import csv
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,16 +68,6 @@ def test_rollout_is_that_of_the_paper():
     np.testing.assert_allclose(ours.sum(axis=-1), 1, atol=1e-5)
 
 
-def test_maps_leave_out_tokens_without_a_place():
-    """Two of them, and four patches: the row of the class token, or the mean of the patches'."""
-    total = np.random.default_rng(0).uniform(size=(1, 6, 6))
-    for has_token, want in [(True, total[0, 0, 2:]), (False, total[0, 2:, 2:].mean(axis=0))]:
-        for order in (np.arange(4), np.array([2, 0, 3, 1])):
-            rows = total[..., [0, 1, *(2 + order)]][:, [0, 1, *(2 + order)]]
-            got = rollout._on_patches(jnp.asarray(rows), has_token, 2, order)
-            np.testing.assert_allclose(np.ravel(got), want / want.sum(), rtol=1e-5)
-
-
 @pytest.mark.thorough
 def test_maps_with_a_window_lie_as_the_picture_does():
     """The exact ones are those of the model without one; its own are those of its attention."""
@@ -109,16 +98,12 @@ def test_maps_are_of_the_models_own_queries_and_keys(model):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys, workdir):
+def command(capsys, workdir):
     """The command in this process: what it prints on its two streams."""
 
     def run(*pictures, csv=None, top=5):
-        values = dict(workdir=workdir, step=None, top=top, csv=csv, attention=None)
-        for name, value in values.items():
-            flag = SimpleNamespace(value=value)
-            monkeypatch.setattr(predict, f"_{name.upper()}", flag, raising=False)
         try:
-            predict.main(["vit.predict", *map(str, pictures)])
+            predict.main(*pictures, workdir=workdir, top=top, csv=csv)
         finally:
             streams.append(capsys.readouterr())
         return streams[-1]
@@ -130,7 +115,7 @@ def command(monkeypatch, capsys, workdir):
 def test_the_command(command, workdir, folder):
     """Writes the table, names and counts what cannot be read, and says what can be done next."""
     table = folder / "table.csv"
-    said, told = command(folder, csv=str(table), top=2)
+    said, told = command(folder, csv=table, top=2)
     assert told.startswith(f"loading {workdir} and compiling the model\n")
     assert "broken.png cannot be read as an image: it is none of" in told
     assert f"3 pictures -> {table}; 1 could not be read" in told
@@ -140,9 +125,9 @@ def test_the_command(command, workdir, folder):
     assert [Path(line[0]).name for line in lines[1:]] == ["a.png", "b.JPG", "c.bmp"]
     before = table.read_bytes()
     with pytest.raises(ValueError, match="table.csv exists already"):
-        command(folder, csv=str(table))
+        command(folder, csv=table)
     assert table.read_bytes() == before
-    command(folder / "a.png", csv=str(folder / "all.csv"), top=99)
+    command(folder / "a.png", csv=folder / "all.csv", top=99)
     head = (folder / "all.csv").read_text().splitlines()[0]
     assert head.endswith("class 10,probability 10")  # there are no more
     with pytest.raises(SystemExit, match="1"):

@@ -1,12 +1,9 @@
 """The experiment on quadrature features: its numbers are those of its equations."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.kernels import quadrature
-from performer import quadrature as rules
 from tests.small import read_csv
 
 pytestmark = pytest.mark.thorough
@@ -24,73 +21,6 @@ def _small(monkeypatch):
 @pytest.fixture(scope="module")
 def x():
     return np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
-
-
-def _kernel(name, x, y):
-    if name == "gaussian":
-        return np.exp(-np.sum((x[:, None] - y) ** 2, axis=-1) / len(x[0]))
-    cosine = x @ y.T / np.linalg.norm(x, axis=1)[:, None] / np.linalg.norm(y, axis=1)
-    return 1 - np.arccos(np.clip(cosine, -1, 1)) / np.pi
-
-
-def _estimate(name, x, rule, y):
-    """The constant's f(0) is 1 and 1/2 (Quad Sec. 4)."""
-    points, weights, constant = (np.asarray(part, np.float64) for part in rule)
-    if name == "gaussian":
-        angles = (x[:, None] - y) @ points.T / np.sqrt(x.shape[1] / 2)
-        return constant + np.cos(angles) @ weights
-    return constant / 2 + 2 * ((x @ points.T > 0) * weights) @ (y @ points.T > 0).T
-
-
-@pytest.mark.parametrize(("name", "reflect"), [("G", False), ("G", True), ("H", True)])
-def test_first_rules(name, reflect):
-    """Of H each part is exact for quadratics; other methods keep their first points."""
-    d, whole = 3, (1 + reflect) * 4
-    rule = jax.jit(lambda key: rules.METHODS[name](key, 2, d, reflect=reflect))(jax.random.key(0))
-    for n in (1, 2):
-        part = quadrature.first(rule, name, n, reflect)
-        used = np.flatnonzero(part.weights)
-        assert len(used) == n * whole
-        assert float(part.weights.sum() + part.constant) == pytest.approx(1, abs=1e-6)
-        if name == "G":
-            np.testing.assert_array_equal(used, np.arange(n * whole))
-            assert part.constant == 0
-        else:
-            second_moment = (part.points.T * part.weights) @ part.points
-            np.testing.assert_allclose(second_moment, np.eye(d), atol=1e-5)
-    np.testing.assert_allclose(part.weights, rule.weights, rtol=1e-6)
-    np.testing.assert_allclose(part.constant, rule.constant, atol=1e-6)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_frobenius_errors(kernel, x):
-    keys = jax.random.split(jax.random.key(1), 2)
-    reflect = kernel != "gaussian"
-    got = quadrature.frobenius_errors(jnp.asarray(x), keys, "H", kernel)
-    want = np.zeros((2, 2))
-    draw = jax.jit(lambda key: rules.METHODS["H"](key, 2, 3, reflect=reflect))
-    for run, key in enumerate(keys):
-        rule = draw(key)
-        for n in (1, 2):
-            part = quadrature.first(rule, "H", n, reflect)
-            error = _estimate(kernel, x, part, x) - _kernel(kernel, x, x)
-            want[run, n - 1] = np.linalg.norm(error) / np.linalg.norm(_kernel(kernel, x, x))
-    np.testing.assert_allclose(got, want, rtol=1e-3)
-
-
-def test_score():
-    """Neither an orthogonal map to more dimensions than rows, nor a shift or a scale, matters."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(80, 3))
-    values = x @ [1.0, -2.0, 0.5] + 3 + 0.1 * rng.normal(size=80)
-    wide = np.linalg.qr(rng.normal(size=(50, 50)))[0][:3]
-    for y in (values, (values > 3).astype(int)):
-        got = [
-            quadrature.score(z[:40], y[:40], z[40:], y[40:])
-            for z in (x, 7 * x @ wide + 5, x @ wide)
-        ]
-        assert got[0] > 0.9
-        np.testing.assert_allclose(got, got[0], rtol=1e-3)
 
 
 def test_figures(x, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import numpy as np
 import oracles
 import pytest
 
-from performer import couplings, features, graphs, norms, performer_attention, quadrature
+from performer import couplings, features, norms, performer_attention, quadrature
 from tests.tiers import tiers
 
 
@@ -37,19 +37,6 @@ def test_draws_have_the_same_bits():
     for x64 in (False, True):
         with strict(x64):
             chex.assert_trees_all_equal(jax.jit(lambda: list(draws()))(), wanted)
-
-
-@pytest.mark.thorough
-def test_walks_draw_the_same_lengths():
-    """Of all couplings of walks; a graph's numbers have JAX's default dtype, lengths are exact."""
-    draw = lambda: [  # noqa: E731
-        graphs.couplings.lengths(jax.random.key(0), name, 3, 8, 0.3)
-        for name in graphs.couplings.COUPLINGS
-    ]
-    wanted = draw()
-    for x64 in (False, True):
-        with strict(x64):
-            chex.assert_trees_all_equal(draw(), wanted)
 
 
 MAPS = features.MAPS | {"arc-cosine 1": features.arc_cosine(1)}

@@ -19,6 +19,7 @@ from tests.tiers import tiers
 X = np.random.default_rng(0).normal([0, 2, 4], size=(8, 3))
 
 
+@pytest.mark.thorough
 def test_scikit_learns_checks():
     """All pass but the one that needs a setting of SciPy's."""
     results = check_estimator(RandomFeatures(), on_skip=None, on_fail="raise")
@@ -47,13 +48,13 @@ def test_odd_numbers_of_columns(columns):
 
 @pytest.mark.parametrize("kernel", tiers(["arc-cosine-1", kernels.matern(1.5)], 1, str))
 def test_other_kernels(kernel):
-    """Means over 1,000 draws within 5 standard errors of the exact kernel, in every pair."""
+    """Means over 300 draws within 5 standard errors of the exact kernel, in every pair."""
     x, exact = np.float32(X[:4] - [0, 2, 4]), kernels.get(kernel)
     features = RandomFeatures(kernel=kernel, n_components=6, gamma=0.5 / 1.5**2)
-    draws = [features.set_params(random_state=seed).fit_transform(x) for seed in range(1000)]
+    draws = [features.set_params(random_state=seed).fit_transform(x) for seed in range(300)]
     assert features.frequencies_.shape == (3 if kernel == exact else 6, 3)
     estimates = np.stack([phi @ phi.T for phi in draws]).astype(np.float64)
-    errors = estimates.std(axis=0) / np.sqrt(1000)
+    errors = estimates.std(axis=0) / np.sqrt(300)
     want = np.asarray(exact(x, x, lengthscale=1.5))
     assert (abs(estimates.mean(axis=0) - want) < 5 * errors + 1e-6).all()
     assert pickle.loads(pickle.dumps(features)).transform(x).shape == (4, 6)
@@ -87,7 +88,7 @@ def test_float64_is_computed_in_float64():
     np.testing.assert_allclose(narrow, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", ["rbf", "softmax"])
+@pytest.mark.parametrize("kernel", tiers(["rbf", "softmax"], 1))
 def test_sparse_points_have_the_features_of_dense_ones(kernel):
     x = np.where(X > 1, X, 0) / 4
     for dense in (x, x.astype(np.float32)):
@@ -107,35 +108,3 @@ def test_the_global_setting_of_jax_changes_nothing():
     np.testing.assert_array_equal(again.frequencies_, features.frequencies_)
     assert narrow.dtype == np.float32
     np.testing.assert_array_equal(narrow, features.transform(X.astype(np.float32)))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"n_components": 0}, "n_components must be a positive integer, got 0, such as 100"),
-        ({"gamma": -1}, "gamma must be a positive, finite number or 'scale', got -1"),
-        ({"coupling": "pncc"}, "unknown coupling 'pncc'; did you mean 'pnc'"),
-        ({"kernel": kernels.matern(1.5), "coupling": "halton"}, "halton draws no lengths"),
-        ({"coupling": lambda key, m, d: np.ones((d, m))}, r"\(m, d\) = \(50, 3\), got \(3, 50\)"),
-    ],
-)
-def test_bad_parameters_are_refused_in_fit(parameters, message):
-    features = RandomFeatures().set_params(**parameters)
-    with pytest.raises(ValueError, match=message):
-        features.fit(X)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "factor", "message"),
-    [
-        (dict(gamma="scale"), 1e200, r"gamma='scale' has no value for X.var\(\) = inf: scale X"),
-        (dict(gamma=1.0), 1e200, r"X, up to .*e\+200 with gamma = 1, is too large for float64"),
-        (dict(coupling=lambda key, m, d: np.full((m, d), np.nan)), 1, "150 values that are not fi"),
-    ],
-)
-def test_what_is_not_finite_is_refused(parameters, factor, message):
-    with pytest.raises(ValueError, match=message):
-        RandomFeatures().set_params(**parameters).fit_transform(factor * X)
-    features = RandomFeatures().fit(X.astype(np.float32))
-    with pytest.raises(ValueError, match="is too large for float32: scale it"):
-        features.transform(np.float32(1e25) * X.astype(np.float32))

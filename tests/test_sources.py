@@ -212,22 +212,6 @@ def test_class_folders_without_splits_are_split(tmp_path, modes):
     assert dataset.channels == (1 if modes == ("L", "L") else 3)
 
 
-def test_an_entry_of_a_parquet_dictionary_is_in_memory_once(tmp_path):
-    """16 rows of the same 16 MB, some 2 kB on disk, were 16 times 16 MB at once."""
-    path = tmp_path / "x.parquet"
-    table = pyarrow.table({"image": [b"a" * 16_000_000] * 16, "label": ["a", "b"] * 8})
-    limit = 2**25
-    pyarrow.parquet.write_table(
-        table, path, compression="gzip", dictionary_pagesize_limit=limit, data_page_size=limit
-    )
-    del table
-    examples = forms.read(tmp_path).splits["train"]
-    before = pyarrow.total_allocated_bytes()
-    used = [(len(x.read()), pyarrow.total_allocated_bytes() - before) for x in examples()]
-    assert [size for size, _ in used] == [16_000_000] * 16
-    assert max(memory for _, memory in used) < 4 * 16_000_000
-
-
 # --- The part that is held out
 
 

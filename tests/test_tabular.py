@@ -77,23 +77,6 @@ def test_refused(tmp_path, kind, text, message):
         tabular.load("t", kind, write(tmp_path, text))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "shape"),
-    [
-        ("diabetes", "regression", (442, 10)),
-        ("wine", "regression", (178, 13)),
-        ("breast_cancer", "classification", (569, 30)),
-        ("digits", "classification", (1797, 61)),
-    ],
-)
-def test_bundled(name, kind, shape):
-    table = tabular.load(name, kind)
-    assert table.x.shape == shape
-    assert len(table.columns) == shape[1]
-    assert np.ptp(table.x, axis=0).min() > 0
-    assert np.issubdtype(table.y.dtype, np.integer) == (kind == "classification")
-
-
 def test_names_and_folders(tmp_path):
     assert tabular.names([], "classification") == ["wine", "breast_cancer", "digits"]
     with pytest.raises(ValueError, match="data set for regression 'wein'; did you mean 'wine'"):
@@ -149,15 +132,3 @@ def test_folds():
     part = tabular.Split(*(array[0] for array in few))
     train, test = raw_rows(table, part)
     assert max(train + test) < 20
-
-
-def test_standardised():
-    table = a_table(classes=True)
-    split = tabular.standardised(table, np.arange(30), np.arange(30, 40))
-    assert split.train_y.tolist() == table.y[:30].tolist()
-    assert (split.mean, split.scale) == (0, 1)
-    table.x[:, 1] = np.arange(40) == 39  # a rare flag is scaled by the whole table
-    split = tabular.standardised(table, np.arange(30), np.arange(30, 40))
-    scaled = (table.x[:, 1] - 1 / 40) / np.sqrt(1 / 40 * 39 / 40)
-    np.testing.assert_allclose(split.train_x[:, 1], scaled[:30])
-    np.testing.assert_allclose(split.test_x[:, 1], scaled[30:])

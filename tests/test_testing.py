@@ -170,14 +170,6 @@ def test_errors_that_are_off_are_found(m):
             testing.assert_mse("orf", m, D, factor * expected)
 
 
-@pytest.mark.slow
-def test_false_alarms_are_rare():
-    """100 right couplings, three assertions each: at 1e-4, one alarm has a chance of 3%."""
-    for seed in range(100):
-        testing.assert_gaussian_marginals(couplings.get("orf"), 4, 3, draws=2000, seed=seed)
-        testing.assert_unbiased(couplings.get("orf"), 4, 3, draws=2000, seed=seed)
-
-
 def one_in_a_hundred(bad):
     def coupling(key, m, d):
         draw = couplings.get("iid")(key, m, d)

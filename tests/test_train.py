@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,10 +23,9 @@ from tests.small import (
     stop_at,
     train_batches,
 )
-from vit import config, data, evaluate, train
+from vit import config, evaluate, train
 from vit.reports import metrics
 from vit.run import checkpoint, devices, optim, runs, safety, steps
-from vit.run.loop import Progress
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -71,32 +69,6 @@ def test_three_steps(digits_run):
     assert evaluate.evaluate_run(workdir, step="best") == report
     assert report["eval_accuracy"] == record["eval_accuracy"]
     assert report["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
-
-
-def test_metrics_are_read_while_the_next_steps_compute():
-    """A line of the log is written when two steps after it wait, and never are there more than
-    three; seconds without a batch are added up."""
-    done, written, settings = [0], [], small_config(log_every=4)
-
-    class Loss(np.ndarray):
-        def __new__(cls, number):
-            loss = np.asarray(1.0).view(cls)
-            loss.number = number
-            return loss
-
-        def block_until_ready(self):
-            done[0] = max(done[0], self.number)
-
-    task, rate = runs.subject(settings)[1], lambda step: 0.0
-    log = Progress(settings, task, rate, 44, 10, ["kernel"], written.append, False, 0.0)
-    for number in range(1, 10):
-        values = {"train_loss": Loss(number), "finite": np.array([True])}
-        log.add(number, values, requested=time.perf_counter(), waited=0.5)
-        assert done[0] == max(0, number - 2)
-        assert len(written) == max(0, number - 2) // 4
-    log.read()
-    assert [record["step"] for record in written] == [4, 8, 9]
-    assert [record["data_seconds"] for record in written] == [2.0, 2.0, 0.5]
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, capsys):
@@ -146,20 +118,6 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_log(digits_run, tmp_path):
     assert not (workdir / "checkpoints").exists()
 
 
-@pytest.mark.thorough
-def test_a_finished_run_without_its_log_evaluates_again(digits_run, tmp_path):
-    """Or with a damaged one."""
-    workdir = shutil.copytree(digits_run[0], tmp_path / "run")
-    log = workdir / "metrics.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(lines[:-1]) + lines[-1].replace("step", "stop"))
-    record = train.train(TRAINED, workdir)
-    assert record["eval_accuracy"] == digits_run[1]["eval_accuracy"]
-    assert [r["step"] for r in metrics.read(log)] == [1, 2, 3]
-    log.unlink()
-    assert train.train(TRAINED, workdir)["eval_accuracy"] == record["eval_accuracy"]
-
-
 def test_a_finished_run_only_reports_and_refuses_another_config(digits_run):
     workdir, first = digits_run
     log = (workdir / "metrics.jsonl").read_text()
@@ -183,40 +141,6 @@ def test_divergence_names_step_and_parameter_and_keeps_the_last_checkpoint(tmp_p
     with pytest.raises(FloatingPointError, match=message):
         train.train(settings, tmp_path / "run")
     assert checkpoint.found(tmp_path / "run") == [1, 2]
-
-
-@pytest.mark.thorough
-def test_a_signal_stops_within_a_stretch_and_within_an_evaluation(tmp_path, monkeypatch):
-    """The step is finished, an evaluation is not: the resumed run makes it."""
-    settings = small_config(log_every=3, checkpoint_every=3)
-
-    def stop_at(name, number):
-        original, calls = getattr(data, name), []
-
-        def batches(*args, **options):
-            for batch in original(*args, **options):
-                calls.append(None)
-                if len(calls) == number:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                yield batch
-
-        monkeypatch.setattr(data, name, batches)
-
-    stop_at("train_batches", 2)
-    with pytest.raises(SystemExit):
-        train.train(settings, tmp_path / "parts")
-    assert checkpoint.found(tmp_path / "parts") == [2]
-    monkeypatch.undo()
-    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
-    stop_at("eval_batches", 5)
-    with pytest.raises(SystemExit):
-        train.train(settings, tmp_path / "parts")
-    (last,) = metrics.read(tmp_path / "parts" / "metrics.jsonl")[-1:]
-    assert last["step"] == 3
-    assert "eval_accuracy" not in last
-    monkeypatch.undo()
-    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
-    assert train.train(settings, tmp_path / "parts")["eval_examples"] == 360
 
 
 def without_dropout(**fields):
@@ -311,22 +235,3 @@ def test_a_killed_process_resumes_and_is_evaluated(tmp_path):
     log = metrics.read(workdir / "metrics.jsonl")
     assert [r["step"] for r in log] == list(range(2, 89, 2))
     assert evaluate.evaluate_run(workdir)["eval_accuracy"] == log[-1]["eval_accuracy"]
-
-
-@pytest.mark.thorough
-def test_a_dead_reader_of_the_log_stops_nothing(tmp_path):
-    """`| tee log` when Ctrl-C ends tee first: the run ends as it would alone."""
-    workdir = tmp_path / "run"
-    process = subprocess.Popen(
-        [*COMMAND, f"--workdir={workdir}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=ENVIRONMENT,
-    )
-    assert process.stdout
-    assert process.stdout.readline() == b"building the model\n"
-    process.stdout.close()
-    reached(workdir, process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE) == safety.STOPPED
-    assert checkpoint.found(workdir)[-1] < 88

@@ -1,19 +1,16 @@
 """Experiments on tabular data: what they compute is what they say, and their tables are whole."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from experiments.common import statistics, tabular
 from experiments.kernels import matern
-from experiments.tabular import copula, uci
 from experiments.tabular import gp as uci_gp
-from performer import gp, kernels
+from experiments.tabular import uci
 from tests.small import read_csv
 
-FOURIER, LAPLACE = uci.SCHEMES
+FOURIER, _ = uci.SCHEMES
 SMALL = FOURIER._replace(couplings={"iid": "iid", "orthogonal": "orf", "+ pnc": "pnc"})
 
 
@@ -33,24 +30,6 @@ def test_performer_lengthscale_is_the_mean_distance(splits):
     assert uci.performer_lengthscale(x) == pytest.approx(want)
 
 
-@pytest.mark.thorough
-def test_hyperparameters(splits):
-    """The scales are those to which the paper's descent (Adam at 1e-2) converges."""
-    two = tabular.Split(*(part[:2] for part in splits))
-    fitted = uci.hyperparameters("toy", FOURIER, two)
-    held = uci.hyperparameters("toy", LAPLACE, two)
-    lengths = [uci.performer_lengthscale(x) for x in two.train_x]
-    np.testing.assert_allclose(held.lengthscale, lengths)
-    with jax.enable_x64(True):
-        x, y = (jnp.asarray(part[0]) for part in two[:2])
-        process = gp.GaussianProcess(scales=gp.Scales(2.0, 1.0, 0.1)).fit(x, y, num_steps=5000)
-    for got, value in zip(fitted, process.scales, strict=True):
-        assert float(got[0]) == pytest.approx(float(value), rel=1e-3)
-    broken = two._replace(train_y=np.where(two.train_y > 1, np.inf, two.train_y))
-    with pytest.raises(ValueError, match="'toy' .Fourier features. are not finite"):
-        uci.hyperparameters("toy", FOURIER, broken)
-
-
 def test_ratio():
     """The error of a ratio of means over 4,000 simulated splits is its spread over repetitions."""
     rng = np.random.default_rng(1)
@@ -58,48 +37,6 @@ def test_ratio():
     values = 0.5 * reference + 0.1 * rng.normal(size=reference.shape)
     found = np.array([statistics.ratio(a, b) for a, b in zip(values, reference, strict=True)])
     assert found[:, 1].mean() == pytest.approx(found[:, 0].std(), rel=0.1)
-
-
-def test_scores_match_the_equations(splits):
-    """VRC Eqs 42 and 43 in NumPy."""
-    with jax.enable_x64(True):
-        split = uci_gp.Split(
-            *(jnp.asarray(part[0]) for part in splits[:4]), gp.Scales(2.0, 1.5, 0.4)
-        )
-        w = jax.random.normal(jax.random.key(0), (4, 4))
-        got = jax.jit(
-            lambda split, w: uci_gp.scores(split, w, uci_gp.exact(split), kernels.gaussian)
-        )(split, w)
-    x, y, new, new_y = (part[0] for part in splits[:4])
-
-    def kernel(a, b):
-        squares = np.sum((a[:, None] - b) ** 2, axis=-1)
-        return 1.5**2 * np.exp(-squares / 2 / 2.0**2)
-
-    def estimate(a, b):
-        angles = (a[:, None] - b) @ np.asarray(w).T / 2.0
-        return 1.5**2 * np.cos(angles).mean(axis=-1)
-
-    def law(k):
-        solved = k(new, x) @ np.linalg.inv(k(x, x) + 0.16 * np.eye(len(x)))
-        return solved @ y, k(new, new) - solved @ k(new, x).T + 0.16 * np.eye(len(new))
-
-    def kl(p, q):
-        inverse, shift = np.linalg.inv(q[1]), q[0] - p[0]
-        dets = np.linalg.slogdet(q[1])[1] - np.linalg.slogdet(p[1])[1]
-        return (np.trace(inverse @ p[1]) + shift @ inverse @ shift - len(new) + dets) / 2
-
-    exact, approximate = law(kernel), law(estimate)
-    zero = np.zeros(len(new))
-    priors = [(zero, k(new, new) + 0.16 * np.eye(len(new))) for k in (kernel, estimate)]
-    want = [
-        np.sqrt(np.mean((kernel(new, new) - estimate(new, new)) ** 2)),
-        kl(exact, approximate) / len(new),
-        np.sqrt(np.mean((approximate[0] - new_y) ** 2)),
-        -stats.multivariate_normal(*approximate).logpdf(new_y) / len(new),
-        kl(*priors) / len(new),
-    ]
-    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.thorough
@@ -123,19 +60,6 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     uci_gp.figure_1("toy", splits, 4, tmp_path / "figure_1")
     sizes = [(row["coupling"], row["m"]) for row in read_csv(tmp_path / "figure_1.csv")]
     assert sizes == [("iid", "4"), ("exact", ""), ("linear", "")]
-
-
-@pytest.mark.thorough
-def test_copulas(splits):
-    scheme = LAPLACE._replace(couplings={"+ pnc": "pnc-antithetic"})
-    rows, losses = copula.of_scheme("toy", scheme, splits, num_steps=100, train_draws=8, draws=400)
-    pnc, start, learned = (row["training RMSE"] for row in rows)
-    assert learned < 0.95 * start
-    assert learned < 1.15 * pnc
-    points = copula.curve(rows, losses)
-    assert [row["step"] for row in points] == [*range(0, 100, copula.EVERY), ""]
-    assert points[0]["training RMSE"] == pytest.approx(losses[0])
-    assert points[-1]["training RMSE"] == pnc
 
 
 @pytest.mark.thorough

@@ -114,6 +114,11 @@ def test_images_are_those_of_the_evaluation(model, tmp_path):
     expected = next(data.eval_batches(dataset, TRAINED.data))["image"][0]
     np.testing.assert_array_equal(model.pixels(tmp_path / "wide.png"), expected)
     np.testing.assert_array_equal(model.pixels(wide), expected)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    Image.fromarray(wide).save(tmp_path / "turned.png", exif=exif)
+    upright = model.pixels(np.rot90(wide, -1))
+    np.testing.assert_array_equal(model.pixels(tmp_path / "turned.png"), upright)
     many = [wide, noise(8, 8), noise(9, 7, 1), *noise(use.LARGEST, 8, 8, seed=1)]
     alone = np.concatenate([model.outputs([image])[0] for image in many[:3]])
     np.testing.assert_allclose(model.outputs(many)[0][:3], alone, atol=1e-5)

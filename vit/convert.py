@@ -31,11 +31,13 @@ accuracy.
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -44,10 +46,12 @@ from rich.progress import Progress
 
 from performer import couplings
 from vit import config as configs
-from vit.config.arguments import define, given, launch
+from vit import data
+from vit.config import arguments
 from vit.config.cli import command
 from vit.reports import metrics, report
 from vit.run import checkpoint, devices, runs, safety
+from vit.run.steps import evaluate_model
 from vit.task import SUBJECTS, Model, of_folder, random_streams
 from vit.weights import conversion
 from vit.weights.conversion import Case, Function, Replaced
@@ -82,7 +86,10 @@ def compare(
     held_out = conversion.samples(run.task, model, [examples])
 
     def record(coupling: str, method: str, window: int, m: int, *models: Model) -> metrics.Record:
-        measured = [conversion.results(run, new) for new in models]
+        measured = [
+            evaluate_model(run.task, new, data.eval_batches(run.dataset, run.config.data))
+            for new in models
+        ]
         metric = metric_of({name.removeprefix("eval_"): x for name, x in measured[0].items()})
         values = [each[f"eval_{metric}"] for each in measured]
         spread = np.std(values, ddof=1) / len(values) ** 0.5 if values[1:] else 0.0
@@ -232,19 +239,19 @@ def convert(
     return table
 
 
-def main(_: list[str]) -> None:
-    """The command line."""
+@functools.wraps(convert)
+def main(workdir: Path, out: Path | None, images: int, **options: Any) -> None:
+    """Run the command."""
     logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised
-    values = given(convert)
-    values["out"] = values["out"] or Path(f"{values['workdir']}-performer")
+    out = out or Path(f"{workdir}-performer")
     devices.check_alone()
-    images, out, start = values["images"], values["out"], time.monotonic()
-    print(f"loading {values['workdir']}, calibrating on {images} examples", file=sys.stderr)
-    print(f"{convert(**values)}\nThe report and the converted run are in {out}.")
+    print(f"loading {workdir}, calibrating on {images} examples", file=sys.stderr)
+    start = time.monotonic()
+    table = convert(workdir, out, images=images, **options)
     report.record(out, time.monotonic() - start)
+    print(f"{table}\nThe report and the converted run are in {out}.")
     print(f"next: {command('train', workdir=out)}")
 
 
 if __name__ == "__main__":
-    define(convert)
-    launch(main)
+    arguments.run(main)

@@ -23,31 +23,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from absl import flags
 from flax import nnx
 
 from vit import config as configs
 from vit import data, use
-from vit.config.arguments import launch
+from vit.config import arguments
 from vit.model import classification
 from vit.reports import metrics
 from vit.reports.attention_report import report_attention
 from vit.reports.class_report import report_classes
-from vit.run import devices, runs, steps
-from vit.run.steps import evaluate
+from vit.run import devices, runs
+from vit.run.steps import evaluate, evaluate_model
 from vit.task import Task
-
-FLAGS = {
-    "data.eval_split": "split",
-    "data.name": "name",
-    "data.dir": "data_dir",
-    "data.batch_size": "batch_size",
-}
-"""Fields of the config with a flag that replaces them for one evaluation."""
 
 
 def evaluate_run(
@@ -87,7 +78,7 @@ def evaluate_on(
 
     Args:
         workdir: folder of the run.
-        fields: fields of the config to replace, among those of `FLAGS`.
+        fields: fields of the section `data` of the config to replace.
         step: as in `vit.load`.
 
     Returns:
@@ -100,6 +91,7 @@ def evaluate_on(
     trained = use.load(workdir, step)
     alone = {"fsdp": 1, "seq": 1, "optim.accumulate": 1}
     config = configs.with_values(trained.config, alone | dict(fields))
+    configs.check_fields(config)
     opened: dict[str, Any] = {"data.batch_size": 1}  # a training split of any length will do
     if {"data.name", "data.dir"} & set(fields):
         opened["data.train_split"] = config.data.eval_split
@@ -111,15 +103,15 @@ def evaluate_on(
     label, classes = numbers(trained.class_names, dataset.class_names), len(trained.class_names)
     task = classification.task(classes, trained.channels, config.optim.loss)
     mesh = devices.mesh(config)
-    graph, state = nnx.split(trained.model)
-    state = jax.device_put(state, devices.everywhere(mesh))
-    count = jax.jit(lambda state, batch: steps.count(task, nnx.merge(graph, state), batch))
+    state = nnx.state(trained.model)
+    nnx.update(trained.model, jax.device_put(state, devices.everywhere(mesh)))
 
     def of_run(batch: data.Batch) -> data.Batch:
         return batch | {"label": label[batch["label"]]}
 
     batches = runs.eval_batches(dataset._replace(channels=trained.channels), config, mesh)
-    return {"step": trained.step, **evaluate(task, partial(count, state), map(of_run, batches))}
+    record = evaluate_model(task, trained.model, map(of_run, batches))
+    return {"step": trained.step, **record}
 
 
 def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
@@ -142,37 +134,48 @@ def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
     return jnp.asarray([index[name] for name in of_data], jnp.int32)
 
 
-def main(_: list[str]) -> None:
-    """Run the command."""
-    workdir, wanted, step = Path(str(_WORKDIR.value)), _REPORT.value, _STEP.value
-    given = {field: flags.FLAGS[flag].value for field, flag in FLAGS.items()}
-    fields = {name: value for name, value in given.items() if value is not None}
-    if fields and wanted:
+def main(
+    workdir: Path,
+    step: str | None = None,
+    report: Literal["attention", "classes"] | None = None,
+    split: str | None = None,
+    name: str | None = None,
+    data_dir: str | None = None,
+    batch_size: int | None = None,
+    hosts: devices.Hosts = devices.ALONE,
+) -> None:
+    """Run the command.
+
+    Args:
+        workdir: folder of the run.
+        step: step of the checkpoint, or best; the newest if none.
+        report: report to write.
+        split: split to evaluate, as test or train[99%:].
+        name: data set with the same classes, or some of them.
+        data_dir: folder of that data set.
+        batch_size: images per batch; that of the run if none.
+        hosts: processes of the evaluation.
+    """
+    given = {"eval_split": split, "name": name, "dir": data_dir, "batch_size": batch_size}
+    fields = {f"data.{field}": value for field, value in given.items() if value is not None}
+    if fields and report:
         raise ValueError(
-            f"--report={wanted} uses the run's own evaluation split: remove --split, --name,"
+            f"--report={report} uses the run's own evaluation split: remove --split, --name,"
             " --data_dir and --batch_size"
         )
-    _JOIN()
-    if wanted and jax.process_count() > 1:
-        raise ValueError(f"--report={wanted} requires a single process")
+    devices.join(hosts)
+    if report and jax.process_count() > 1:
+        raise ValueError(f"--report={report} requires a single process")
     if jax.process_index() == 0:
         print(f"loading {workdir} and compiling its evaluation", file=sys.stderr)
     record = evaluate_on(workdir, fields, step=step) if fields else evaluate_run(workdir, step=step)
     if jax.process_index() == 0:
         print("\n".join(f"{name:14} {value}" for name, value in record.items()))
-    if wanted == "attention":
+    if report == "attention":
         print(report_attention(workdir, workdir / "attention", step=step))
-    elif wanted == "classes":
+    elif report == "classes":
         print(report_classes(workdir, step))
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
-    _JOIN = devices.define_flags()
-    _STEP = flags.DEFINE_string("step", None, "step of the checkpoint, or best; the newest if none")
-    _REPORT = flags.DEFINE_enum("report", "", ["", "attention", "classes"], "report to write")
-    flags.DEFINE_string("split", None, "split to evaluate, as test or train[99%:]")
-    flags.DEFINE_string("name", None, "data set with the same classes, or some of them")
-    flags.DEFINE_string("data_dir", None, "folder of that data set")
-    flags.DEFINE_integer("batch_size", None, "images per batch; that of the run if none", 1)
-    launch(main)
+    arguments.run(main)

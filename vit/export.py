@@ -18,14 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import flags
 from flax import nnx
 from jax.export import Exported, symbolic_shape
 from jaxtyping import Array, Float, UInt8
 
 import performer
 from vit import use
-from vit.config.arguments import launch
+from vit.config import arguments
 from vit.run import devices, files
 
 PLATFORMS = ("cpu", "tpu", "cuda")
@@ -113,22 +112,22 @@ def described(trained: use.Trained, program: Exported) -> dict[str, Any]:
     }
 
 
-def main(_: list[str]) -> None:
-    """The command line."""
+def main(workdir: Path, out: Path, step: str | None = None) -> None:
+    """Run the command.
+
+    Args:
+        workdir: folder of the run.
+        out: program to write, as photos.stablehlo.
+        step: step of the checkpoint, or best; the newest if none.
+    """
     devices.check_alone()
-    out = Path(str(_OUT.value))
     about = beside(out)
-    print(f"loading {_WORKDIR.value} and lowering it for {', '.join(PLATFORMS)}", file=sys.stderr)
-    loader = export(use.load(str(_WORKDIR.value), _STEP.value), out)
+    print(f"loading {workdir} and lowering it for {', '.join(PLATFORMS)}", file=sys.stderr)
+    loader = export(use.load(workdir, step), out)
     for path in (out, about):
         print(f"{path}  {path.stat().st_size:,} bytes")
     print(f"\nThis runs it, in the folder {out.parent}:\n\n{loader}", end="")
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
-    _OUT = flags.DEFINE_string("out", None, "program to write: photos.stablehlo", required=True)
-    _STEP = flags.DEFINE_string(
-        "step", None, "step of the checkpoint, or best; default: the newest"
-    )
-    launch(main)
+    arguments.run(main)

@@ -11,23 +11,21 @@ and exact (`vit.reports.rollout`).
 """
 
 import contextlib
-import csv
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from csv import writer
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import flags
 from rich.console import Console
 from rich.progress import Progress
 
 from vit import use
-from vit.config import cli
-from vit.config.arguments import launch
+from vit.config import arguments, cli
 from vit.data.sources.source import READ, is_picture
 from vit.reports import rollout
 from vit.run import devices, files, safety
@@ -120,7 +118,7 @@ def table(path: Path, top: int) -> Iterator[Callable[[Sequence[Seen]], None]]:
     head = ["file", *(f"{x} {k + 1}" for k in range(top) for x in ("class", "probability"))]
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.naming(path), path.open("x", newline="", errors="surrogateescape") as file:
-        lines = csv.writer(file)
+        lines = writer(file)
 
         def add(seen: Sequence[Seen]) -> None:
             lines.writerows([each.path, *itertools.chain(*each.top)] for each in seen)
@@ -130,16 +128,32 @@ def table(path: Path, top: int) -> Iterator[Callable[[Sequence[Seen]], None]]:
         yield add
 
 
-def main(words: list[str]) -> None:
-    """Run the command."""
-    path, number, bad = _CSV.value and Path(_CSV.value), 0, []
+def main(
+    *paths: Path,
+    workdir: Path,
+    step: str | None = None,
+    top: int = 5,
+    csv: Path | None = None,
+    attention: Path | None = None,
+) -> None:
+    """Run the command.
+
+    Args:
+        paths: pictures, and folders of pictures.
+        workdir: folder of the run.
+        step: step of the checkpoint, or best; the newest if none.
+        top: number of classes per picture.
+        csv: file for the predictions, which are then not printed.
+        attention: folder for figures of the attention.
+    """
+    number, bad = 0, []
     devices.check_alone()
-    if path and path.exists():
-        raise ValueError(f"--csv={path} exists already: remove it or choose another name")
-    paths = pictures(map(Path, words[1:]))
-    print(f"loading {_WORKDIR.value} and compiling the model", file=sys.stderr)
-    model = use.load(str(_WORKDIR.value), _STEP.value)
-    top = min(_TOP.value, len(model.class_names))
+    if csv and csv.exists():
+        raise ValueError(f"--csv={csv} exists already: remove it or choose another name")
+    found = pictures(paths)
+    print(f"loading {workdir} and compiling the model", file=sys.stderr)
+    model = use.load(workdir, step)
+    top = min(top, len(model.class_names))
 
     def unreadable(path: Path, error: Exception) -> None:
         bad.append(path)
@@ -149,31 +163,26 @@ def main(words: list[str]) -> None:
         print("".join(f"{line(each)}\n" for each in seen), end="", flush=True)
 
     with (
-        table(path, top) if path else contextlib.nullcontext(show) as add,
-        Progress(console=Console(stderr=True), disable=not path) as progress,
+        table(csv, top) if csv else contextlib.nullcontext(show) as add,
+        Progress(console=Console(stderr=True), disable=not csv) as progress,
     ):
-        bar = progress.add_task("pictures", total=len(paths))
-        for seen in predict(model, paths, top, unreadable):
-            if _ATTENTION.value:
-                draw_attention(model, seen, Path(_ATTENTION.value), number)
+        bar = progress.add_task("pictures", total=len(found))
+        for seen in predict(model, found, top, unreadable):
+            if attention:
+                draw_attention(model, seen, attention, number)
             add(seen)
             number += len(seen)
             progress.update(bar, completed=number + len(bad))
-            if safety.unread() and not (path or _ATTENTION.value):
+            if safety.unread() and not (csv or attention):
                 break
-    places = " and ".join(filter(None, [_CSV.value, _ATTENTION.value]))
+    places = " and ".join(map(str, filter(None, [csv, attention])))
     written = f" -> {places}" if places and number else ""
     print(f"{number} pictures{written}; {len(bad)} could not be read", file=sys.stderr)
     if not number:
         sys.exit(1)
-    name = f"{Path(_WORKDIR.value).name}.stablehlo"
-    print(f"to serve it elsewhere: {cli.command('export', workdir=_WORKDIR.value, out=name)}")
+    command = cli.command("export", workdir=workdir, out=f"{workdir.name}.stablehlo")
+    print(f"to serve it elsewhere: {command}")
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
-    _STEP = flags.DEFINE_string("step", None, "step of the checkpoint, or best; the newest if none")
-    _TOP = flags.DEFINE_integer("top", 5, "number of classes per picture", 1)
-    _CSV = flags.DEFINE_string("csv", None, "file for the predictions, which are then not printed")
-    _ATTENTION = flags.DEFINE_string("attention", None, "folder for figures of the attention")
-    launch(main, words=True)
+    arguments.run(main)

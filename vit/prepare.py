@@ -23,6 +23,7 @@ or the disk full; SIGKILL leaves `OUT/NAME/incomplete.*`. Nothing in the source 
 
 import collections
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -40,7 +41,7 @@ import tensorflow_datasets as tfds
 from absl import logging
 from PIL import Image, ImageOps
 
-from vit.config.arguments import define, given, launch
+from vit.config import arguments
 from vit.config.cli import command
 from vit.data import augment
 from vit.data.sources import forms, ilsvrc2012
@@ -253,21 +254,19 @@ class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         """Abstract in TFDS; `_split_generators` does its work."""
 
 
-def main(_: list[str]) -> None:
-    """The command line."""
+@functools.wraps(prepare)
+def main(source: Path, out: Path, name: str, **options: Any) -> None:
+    """Run the command."""
     logging.set_verbosity(logging.ERROR)
     if not sys.stderr.isatty():
         tfds.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # cleans up, as Ctrl-C does
-    values = given(prepare)
-    values["name"] = name = values["name"] or default_name(values["source"])
-    counts = prepare(**values)
+    name = name or default_name(source)
+    counts = prepare(source, out, name, **options)
     print(", ".join(f"{count} {split}" for split, count in counts.items()))
     print("train on it with:")
-    where = f"my_images:{values['out'] / name}"
-    print("  " + command("train", config=where, workdir=f"runs/{name}"))
+    print("  " + command("train", config=f"my_images:{out / name}", workdir=f"runs/{name}"))
 
 
 if __name__ == "__main__":
-    define(prepare)
-    launch(main)
+    arguments.run(main)

@@ -29,13 +29,12 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 
-from absl import flags, logging
+from absl import logging
 
 from vit import config as configs
 from vit import data
 from vit import weights as published
-from vit.config import cli
-from vit.config.arguments import chosen_config, define_config, launch
+from vit.config import arguments, cli
 from vit.model import ViT
 from vit.run import devices
 from vit.weights import transfer
@@ -139,22 +138,21 @@ def load(model: ViT, named: Arrays, source: str) -> list[str]:
     return transfer.differences(named, new, fresh, "new")
 
 
-def main(_: list[str]) -> None:
-    """The command line."""
+def main(weights: Path, workdir: Path, config: configs.Config | None = None) -> None:
+    """Run the command.
+
+    Args:
+        weights: file .safetensors or .npz of a ViT.
+        workdir: folder of the new run.
+        config: bundled config or file with get_config(); none makes a run without data.
+    """
     logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
-    workdir = Path(str(_WORKDIR.value))
     devices.check_alone()
-    config = chosen_config()
-    report = pretrained(Path(str(_WEIGHTS.value)), config, workdir)
-    print("\n".join([*report, f"{_WEIGHTS.value} is step 0 of the run in {workdir}"]))
+    report = pretrained(weights, config, workdir)
+    print("\n".join([*report, f"{weights} is step 0 of the run in {workdir}"]))
     following = cli.command("evaluate" if config else "predict", workdir=workdir)
     print(f"next: {following}{'' if config else ' FILE_OR_FOLDER ...'}")
 
 
 if __name__ == "__main__":
-    _WEIGHTS = flags.DEFINE_string(
-        "weights", None, "file .safetensors or .npz of a ViT", required=True
-    )
-    define_config("bundled config or file with get_config(); none makes a run without data")
-    _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the new run", required=True)
-    launch(main)
+    arguments.run(main)

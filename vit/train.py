@@ -14,47 +14,69 @@ With several hosts, run the same command on each with --distributed.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from absl import flags, logging
+from absl import logging
 
 from vit import config as configs
-from vit.config.arguments import chosen_config, define_config, launch
+from vit.config import arguments
 from vit.config.cli import command
 from vit.reports import metrics
-from vit.run import devices, dry_run, loggers
+from vit.run import devices, loggers
+from vit.run import dry_run as dry
 from vit.run.loop import train
 from vit.task import SUBJECTS, of_folder
 from vit.weights import transfer
 
 
-def main(_: list[str]) -> None:
-    """Run the command."""
+def main(
+    config: configs.Config | None = None,
+    workdir: Path | None = None,
+    dry_run: bool = False,
+    topology: str = "",
+    data_size: Sequence[int] = (),
+    profile: bool = False,
+    init_from: Path | None = None,
+    log: Sequence[str] = (),
+    hosts: devices.Hosts = devices.ALONE,
+) -> None:
+    """Run the command.
+
+    Args:
+        config: bundled config or file with get_config(); that of the run if none.
+        workdir: folder of the run; created if missing.
+        dry_run: compile the run, print its cost and stop.
+        topology: with --dry_run: devices to compile for, as v5e:4x4 or h100:8.
+        data_size: with --dry_run: training examples, evaluation examples, classes, channels.
+        profile: trace five steps after the first line of the log.
+        init_from: run whose parameters initialise a new run in --workdir.
+        log: further loggers: tensorboard, wandb, mlflow.
+        hosts: processes of the run.
+    """
     logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised, many times
-    workdir, given = Path(str(_WORKDIR.value)), flags.FLAGS["config"].present
-    if _WORKDIR.value is None and not (given and _DRY_RUN.value):
-        sys.exit(f"--workdir is missing: {flags.FLAGS['workdir'].help}")
-    for name in ("topology", "data_size"):
-        if flags.FLAGS[name].value and not _DRY_RUN.value:
-            raise ValueError(f"--{name} requires --dry_run")
+    if (topology or data_size) and not dry_run:
+        raise ValueError(f"--{'topology' if topology else 'data_size'} requires --dry_run")
+    if workdir is None:
+        if not (config and dry_run):
+            sys.exit("--workdir is missing: folder of the run; created if missing")
+        workdir = Path("none")  # a dry run needs no folder
     of_folder(workdir, *SUBJECTS)
-    _JOIN()
-    if _INIT_FROM.value and not given and not (workdir / "config.json").exists():
-        raise ValueError(f"--init_from={_INIT_FROM.value} starts a new run: give its --config")
-    config = chosen_config() or configs.of_run(workdir)
-    if _DRY_RUN.value:
-        topology = _TOPOLOGY.value or ""
-        found = dry_run.plan(config, topology, dry_run.dataset(config, topology, _DATA_SIZE.value))
-        print(dry_run.text(found))
-        sys.exit(found["fits"] is False)
-    lead = jax.process_index() == 0
-    loggers.check(_LOG.value)
-    if _INIT_FROM.value:
-        for line in transfer.init_from(Path(_INIT_FROM.value), config, workdir):
+    devices.join(hosts)
+    if init_from and config is None and not (workdir / "config.json").exists():
+        raise ValueError(f"--init_from={init_from} starts a new run: give its --config")
+    config = config or configs.of_run(workdir)
+    if dry_run:
+        plan = dry.plan(config, topology, dry.dataset(config, topology, data_size))
+        print(dry.text(plan))
+        sys.exit(plan["fits"] is False)
+    loggers.check(log)
+    if init_from:
+        for line in transfer.init_from(init_from, config, workdir):
             print(line)
-    record = train(config, workdir, profile=_PROFILE.value, log=_LOG.value)
-    if lead:
+    record = train(config, workdir, profile=profile, log=log)
+    if jax.process_index() == 0:
         print(
             f"{config.data.eval_split} {metrics.results(record)}"
             f" ({record['eval_examples']} examples) after {record['epoch']:.0f} epochs,"
@@ -64,21 +86,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_config("bundled config or file with get_config(); that of the run if none")
-    _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; created if missing")
-    _DRY_RUN = flags.DEFINE_bool("dry_run", False, "compile the run, print its cost and stop")
-    _TOPOLOGY = flags.DEFINE_string(
-        "topology", None, "with --dry_run: devices to compile for, as v5e:4x4 or h100:8"
-    )
-    _DATA_SIZE = flags.DEFINE_list(
-        "data_size", [], "with --dry_run: training examples, evaluation examples, classes, channels"
-    )
-    _PROFILE = flags.DEFINE_bool(
-        "profile", False, "trace five steps after the first line of the log"
-    )
-    _INIT_FROM = flags.DEFINE_string(
-        "init_from", None, "run whose parameters initialise a new run in --workdir"
-    )
-    _LOG = flags.DEFINE_list("log", [], "further loggers: tensorboard, wandb, mlflow")
-    _JOIN = devices.define_flags()
-    launch(main)
+    arguments.run(main)

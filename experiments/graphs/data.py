@@ -1,17 +1,19 @@
 """Data of the experiments on graphs: generated graphs, files of graphs, meshes, traffic.
 
-A folder of data has `graphs/*.npz`, `meshes/*.npz` and `traffic_san_jose/*.npz`. The arrays of a
-file: of a graph `edges` (E, 2), every undirected edge once, `n_nodes`, and perhaps `weights` (E,);
-of a mesh `vertices` (V, 3), `faces` (F, 3), `edges` and `vertex_normals` (V, 3); of traffic those
-of a graph, `obs_nodes` and `obs_speed`. Nothing is unpickled.
+A folder of data has `graphs/*.gml`, `meshes/*.stl` or `*.obj`, and `traffic_san_jose/*.npz`. Each
+file may be an npz instead, with the arrays that are read from it: of a graph `edges` (E, 2), every
+undirected edge once, `n_nodes`, and perhaps `weights` (E,); of a mesh `vertices` (V, 3), `faces`
+(F, 3), `edges` and `vertex_normals` (V, 3); of traffic those of a graph, `obs_nodes` and
+`obs_speed`. Nothing is unpickled.
 
 The edge probabilities of the qGRF paper's two Erdos-Renyi graphs, 0.2 (20 nodes) and 0.04 (100
 nodes), are those of its notebook (isaac-reid/antithetic_termination); its draws are a pickle, which
 is not opened. The seeds are the first that make connected graphs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import networkx
 import numpy as np
@@ -36,7 +38,7 @@ def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> 
     """Read a graph by its name.
 
     Args:
-        name: in `GENERATED`, or of a file `<name>.npz`; in `BUNDLED` without data_dir.
+        name: in `GENERATED`, or of a file; in `BUNDLED` without data_dir.
         data_dir: folder with a folder `graphs`.
         weighted: whether to read the weights of the file; otherwise all are 1.
 
@@ -120,19 +122,67 @@ def traffic(
     return graph, parts["obs_nodes"], parts["obs_speed"]
 
 
-def arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
-    """Read all arrays of an npz file, with these `names` among them.
+Arrays = dict[str, np.ndarray]
+
+
+def gml(path: Path) -> Arrays:
+    """Read a graph by networkx: `weights` where the edges have values that differ, no loops."""
+    found = networkx.Graph(networkx.read_gml(path, label="id"))
+    found.remove_edges_from(list(networkx.selfloop_edges(found)))
+    weight = "value" if networkx.get_edge_attributes(found, "value") else "weight"
+    matrix = networkx.to_scipy_sparse_array(found, weight=weight, format="csr")
+    upper = scipy.sparse.triu(matrix, format="csr").tocoo()
+    parts = {"edges": np.stack(upper.coords, axis=1), "n_nodes": np.asarray(len(found))}
+    return parts | ({"weights": upper.data} if np.ptp(upper.data) else {})
+
+
+def triangles(path: Path) -> Arrays:
+    """Read a mesh by trimesh.
+
+    Equal vertices become one; faces without area, or that are there twice, and vertices without a
+    face are left out. A normal is the mean of those of the faces around, weighted by their angles.
+    """
+    import trimesh  # pyright: ignore[reportMissingImports]
+
+    found: Any = trimesh.load_mesh(path)
+    found.update_faces(found.nondegenerate_faces() & found.unique_faces())
+    found.remove_unreferenced_vertices()
+    return {
+        "vertices": np.asarray(found.vertices),
+        "faces": np.asarray(found.faces),
+        "edges": found.edges_unique,
+        "vertex_normals": found.vertex_normals.astype(np.float32),
+    }
+
+
+def npz(path: Path) -> Arrays:
+    """Read the arrays of an npz file."""
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+FORMATS: dict[str, Callable[[Path], Arrays]] = {
+    ".npz": npz,
+    ".gml": gml,
+    ".stl": triangles,
+    ".obj": triangles,
+}
+
+
+def arrays(path: Path, *names: str) -> Arrays:
+    """Read the arrays of `path`, or of a file of the same name in another of the `FORMATS`.
 
     Raises:
         ValueError: for no such file, with those that are there; a missing array.
     """
-    if not path.exists():
-        there = ", ".join(sorted(file.stem for file in path.parent.glob("*.npz"))) or "none"
+    beside = [file for file in sorted(path.parent.glob("*")) if file.suffix.lower() in FORMATS]
+    found = next((file for file in beside if file.stem == path.stem), None)
+    if found is None:
+        there = ", ".join(file.stem for file in beside) or "none"
         raise ValueError(f"no file {path}; files of this kind there: {there}")
-    with np.load(path, allow_pickle=False) as file:
-        parts = dict(file)
+    parts = FORMATS[found.suffix.lower()](found)
     if missing := [name for name in names if name not in parts]:
-        raise ValueError(f"{path} has no {', '.join(missing)}, only {', '.join(parts)}")
+        raise ValueError(f"{found} has no {', '.join(missing)}, only {', '.join(parts)}")
     return parts
 
 

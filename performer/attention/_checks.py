@@ -194,59 +194,51 @@ def check_together(
     packed, decays = pairs.segments is not None, pairs.log_decay is not None
     apart = pairs.segments is not None and pairs.segments[1] is not None
     given = ", ".join(f"{name}={x}" for name, x in exact._asdict().items() if x)
-    _refuse(
-        {
-            f"{given} must not be negative": min(exact) < 0,
-            f"exact_first={f} goes with an exact_window; give that one, too": f and not w,
-            f"{given} needs an estimate of softmax beside it: a feature_map such as"
-            f" {features.positive} and stabilizer='exact', got {_given(estimate)}": (
-                any(exact) and (not estimate.feature_map.estimates_softmax or estimate.google)
-            ),
-            f"exact_keys={chosen} does not go with is_causal=True: the weight of a key is a sum"
-            " over all queries, so the choice would depend on the future; use exact_window and"
-            " exact_first": chosen and is_causal,
-            f"exact_keys={chosen} does not go with segment_ids, alibi_slopes or log_decay: keys"
-            " are chosen for a whole sequence, by their content": chosen and (packed or decays),
-            f"exact_window={w} needs one key for each query, got {t} and {s}": w and t != s,
-            f"exact_window={w} needs the same segment_ids for queries and keys": w and apart,
-            f"alibi_slopes and log_decay need one key for each query, got {t} queries and {s} keys"
-            " (or segments of their own); for other keys there is key_log_weights": (
-                decays and (t != s or apart)
-            ),
-            "alibi_slopes and log_decay need stabilizer='exact', got 'google'": (
-                decays and estimate.google
-            ),
-            "causal segments and a causal state need one key for each query, got"
-            f" {t} queries and {s} keys": is_causal and t != s and (streams or packed),
-            "segment_ids and states do not go together: a segment ends with its call": (
-                streams and packed
-            ),
-            f"exact_keys={chosen} and exact_rows={rows} need all queries and keys at once: leave"
-            " out initial_state and return_state": streams and (chosen or rows),
-            f"exact_window={w}, alibi_slopes and log_decay have a state in causal attention alone:"
-            " pass is_causal=True": streams and not is_causal and (w or decays),
-            "stabilizer='google' needs the maximum over all keys at once: it has no state to keep,"
-            " or to exchange over an axis_name; use stabilizer='exact' for streaming": (
-                estimate.google and (streams or split)
-            ),
-            f"exact_window={w} does not divide the {t} tokens of a device: choose one that does": (
-                split and w and t % w
-            ),
-            f"exact_rows={rows} must be on the first device of axis_name, which has {t} queries": (
-                split and rows > t
-            ),
-            "segment_ids do not go with axis_name: a segment stays on its device": (
-                split and packed
-            ),
-            "a causal state is that of one device; leave it out with axis_name": (
-                split and is_causal and streams
-            ),
-        }
-    )
-
-
-def _refuse(reasons: dict[str, Any]) -> None:
-    """Raise ValueError with the first reason that holds."""
+    reasons = {
+        f"{given} must not be negative": min(exact) < 0,
+        f"exact_first={f} goes with an exact_window; give that one, too": f and not w,
+        f"{given} needs an estimate of softmax beside it: a feature_map such as"
+        f" {features.positive} and stabilizer='exact', got {_given(estimate)}": (
+            any(exact) and (not estimate.feature_map.estimates_softmax or estimate.google)
+        ),
+        f"exact_keys={chosen} does not go with is_causal=True: the weight of a key is a sum"
+        " over all queries, so the choice would depend on the future; use exact_window and"
+        " exact_first": chosen and is_causal,
+        f"exact_keys={chosen} does not go with segment_ids, alibi_slopes or log_decay: keys"
+        " are chosen for a whole sequence, by their content": chosen and (packed or decays),
+        f"exact_window={w} needs one key for each query, got {t} and {s}": w and t != s,
+        f"exact_window={w} needs the same segment_ids for queries and keys": w and apart,
+        f"alibi_slopes and log_decay need one key for each query, got {t} queries and {s} keys"
+        " (or segments of their own); for other keys there is key_log_weights": (
+            decays and (t != s or apart)
+        ),
+        "alibi_slopes and log_decay need stabilizer='exact', got 'google'": (
+            decays and estimate.google
+        ),
+        "causal segments and a causal state need one key for each query, got"
+        f" {t} queries and {s} keys": is_causal and t != s and (streams or packed),
+        "segment_ids and states do not go together: a segment ends with its call": (
+            streams and packed
+        ),
+        f"exact_keys={chosen} and exact_rows={rows} need all queries and keys at once: leave"
+        " out initial_state and return_state": streams and (chosen or rows),
+        f"exact_window={w}, alibi_slopes and log_decay have a state in causal attention alone:"
+        " pass is_causal=True": streams and not is_causal and (w or decays),
+        "stabilizer='google' needs the maximum over all keys at once: it has no state to keep,"
+        " or to exchange over an axis_name; use stabilizer='exact' for streaming": (
+            estimate.google and (streams or split)
+        ),
+        f"exact_window={w} does not divide the {t} tokens of a device: choose one that does": (
+            split and w and t % w
+        ),
+        f"exact_rows={rows} must be on the first device of axis_name, which has {t} queries": (
+            split and rows > t
+        ),
+        "segment_ids do not go with axis_name: a segment stays on its device": (split and packed),
+        "a causal state is that of one device; leave it out with axis_name": (
+            split and is_causal and streams
+        ),
+    }
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(reason)

@@ -51,7 +51,6 @@ from performer.attention.state import (
     finite,
     flat,
     heads_first,
-    normalised,
     operand_dtype,
     pad,
     state_of,
@@ -72,14 +71,6 @@ BESIDE = 17.0
 """e^-BESIDE is below the resolution of float32 at 1."""
 KEPT = 4
 """Chunks of w tokens keep their states for the second pass up to m = KEPT w features."""
-
-
-class Rows(NamedTuple):
-    """A block of an online softmax: the output is numerator / denominator."""
-
-    maximum: Float[Array, "*t"]
-    denominator: Float[Array, "*t"]
-    numerator: Float[Array, "*t v"]
 
 
 class Near(NamedTuple):
@@ -136,7 +127,7 @@ def sweep(
     *,
     ids: Int[Array, "b t"] | None = None,
     near: Near | None = None,
-) -> tuple[Rows, State]:
+) -> tuple[State, State]:
     """Attend over a sequence; features and states of one block exist at a time.
 
     Args:
@@ -198,22 +189,6 @@ def sweep(
         after = combine(_decay.faded(after, beside.fading), beside.state)
     after = State(*(x.reshape(y.shape) for x, y in zip(after, ends[0], strict=True)))
     return jax.tree.map(joined, rows), after
-
-
-def ratio(rows: Rows) -> Float[Array, "*t v"]:
-    """The output of attention."""
-    return normalised(rows.numerator, rows.denominator)
-
-
-def merge(left: Rows, right: Rows) -> Rows:
-    """The rows over the keys of both."""
-    maximum = jax.lax.stop_gradient(jnp.maximum(left.maximum, right.maximum))
-    factors = [jnp.exp(rows.maximum - finite(maximum)) for rows in (left, right)]
-    return Rows(
-        maximum,
-        left.denominator * factors[0] + right.denominator * factors[1],
-        left.numerator * factors[0][..., None] + right.numerator * factors[1][..., None],
-    )
 
 
 @jax.custom_batching.custom_vmap
@@ -310,7 +285,7 @@ def _block(
     x: Block,
     later: Carry | None,
     own: Own | None,
-) -> tuple[Carry, Rows]:
+) -> tuple[Carry, State]:
     """Rows (k, b, c, g s) of the chunks of a block; the scale is that of exact keys."""
     features = _flat_features(maps[1], x.keys)
     key_split, value, log_decay = features
@@ -338,13 +313,13 @@ def _block(
         key, near_value, log_weights = jax.tree.map(flat, x.near[:3])
         logits = dot("...th,...sh->...ts", flat(x.query), key, x.query.dtype) * scale
         logits = _weighed(logits + log_weights[..., None, :], allowed, between)
-        return carry, merge(far, softmax_rows(logits, near_value))
+        return carry, combine(far, softmax_rows(logits, near_value))
     least = UNSURE if robust else LOST
     weights, maximum, below = _within(split, key_split, allowed, between, least, dtype)
     weights = weights.astype(dtype)
-    denominator = jnp.sum(weights, axis=-1, dtype=far.denominator.dtype)
+    denominator = jnp.sum(weights, axis=-1, dtype=far.normaliser.dtype)
     numerator = dot("...ts,...sv->...tv", weights, value, dtype)
-    rows = merge(far, Rows(maximum, denominator, numerator))
+    rows = combine(far, State(maximum, denominator, numerator))
     if robust and split[0].shape[-1] > 1:
         lost = below > far.maximum - BESIDE
         again = partial(_in_logarithms, maps, x.query, x.keys, allowed, between, lost)
@@ -375,8 +350,8 @@ def _weighed(logits: Array, allowed: Array | None, pair_bias: Array | None) -> A
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 
-def far_rows(split: Split, parts, segments: Array | None, dtype: jnp.dtype) -> Rows:
-    """Queries (..., t, m) with states.
+def far_rows(split: Split, parts, segments: Array | None, dtype: jnp.dtype) -> State:
+    """Rows of queries (..., t, m) with states.
 
     Args:
         split: features of queries.
@@ -400,15 +375,15 @@ def far_rows(split: Split, parts, segments: Array | None, dtype: jnp.dtype) -> R
         features = exponentials((exponent, split[1]), maximum[..., None]).astype(dtype)
         denominator = dot("...tm,...m->...t", features, s, s.dtype)
         sums.append((denominator, dot("...tm,...mv->...tv", features, z, dtype)))
-    return Rows(maximum, *jax.tree.map(lambda *x: reduce(jnp.add, x), *sums))
+    return State(maximum, *jax.tree.map(lambda *x: reduce(jnp.add, x), *sums))
 
 
-def softmax_rows(logits: Array, value: Array, equation: str = "...ts,...sv->...tv") -> Rows:
+def softmax_rows(logits: Array, value: Array, equation: str = "...ts,...sv->...tv") -> State:
     """Rows of exact logits."""
     dtype, maximum = operand_dtype(value), jax.lax.stop_gradient(jnp.max(logits, axis=-1))
     weights = jnp.exp(logits - finite(maximum)[..., None]).astype(dtype)
     denominator = jnp.sum(weights, axis=-1, dtype=float32_or_wider(weights))
-    return Rows(maximum, denominator, dot(equation, weights, value, dtype))
+    return State(maximum, denominator, dot(equation, weights, value, dtype))
 
 
 def _within(
@@ -447,8 +422,8 @@ def _within(
 
 
 def _in_logarithms(
-    maps, query: Array, keys: Keys, allowed, pair_bias, lost: Array, rows: Rows
-) -> Rows:
+    maps, query: Array, keys: Keys, allowed, pair_bias, lost: Array, rows: State
+) -> State:
     """The rows of a block, lost ones with the keys of their chunk, pair by pair."""
     query_split = jax.tree.map(flat, maps[0](query))
     key_split, value, _ = _flat_features(maps[1], keys)
@@ -466,9 +441,9 @@ def _in_logarithms(
     by_key = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), key_split)
     kernel = jnp.moveaxis(jax.lax.map(log_kernel, by_key), 0, -1)
     again = softmax_rows(_weighed(kernel, allowed, pair_bias), value)
-    both = merge(rows, again)  # lost rows have the maximum LAST, which counts for nothing
-    return Rows(
+    both = combine(rows, again)  # lost rows have the maximum LAST, which counts for nothing
+    return State(
         jnp.where(lost, both.maximum, rows.maximum),
-        jnp.where(lost, both.denominator, rows.denominator),
+        jnp.where(lost, both.normaliser, rows.normaliser),
         jnp.where(lost[..., None], both.numerator, rows.numerator),
     )

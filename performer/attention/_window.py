@@ -33,19 +33,20 @@ from performer.attention._checks import Plan
 from performer.attention._maps import Arguments
 from performer.attention._masks import Pairs
 from performer.attention._sizes import blocks
-from performer.attention._sweep import Near, Rows, far_rows, merge, ratio, softmax_rows, sweep
-from performer.attention.parallel import beside, earlier_devices, later_devices, over_devices
+from performer.attention._sweep import Near, far_rows, softmax_rows, sweep
+from performer.attention.parallel import beside, on_one_side, over_devices
 from performer.attention.state import (
     Features,
     Keys,
     State,
     WindowState,
+    combine,
     dot,
     extended,
-    finite,
     flat,
     heads_first,
     pad,
+    ratio,
     take,
 )
 from performer.typing import Size, Window, float32_or_wider
@@ -101,9 +102,9 @@ def attention(
         if keys.log_decay is not None:
             fading = _faded_first(keys.log_decay, place, f, is_causal, plan.axis_name)
         allowed = _reached(place, f) if is_causal else None
-        rows = merge(rows, exact_rows(query, first, call.scale, allowed, fading))
+        rows = combine(rows, exact_rows(query, first, call.scale, allowed, fading))
     if call.chosen is not None:
-        rows = merge(rows, exact_rows(query, call.chosen, call.scale))
+        rows = combine(rows, exact_rows(query, call.chosen, call.scale))
     return ratio(rows), None
 
 
@@ -137,7 +138,7 @@ def _stream(call: Call, state: WindowState | None) -> tuple[Float[Array, "b t k 
         whole, part = _cut((around, folded), 0, places.shape[-1])
         ends, whole = (state.far, None), Near(whole, w, scale)
         rows, after = sweep(maps, queries, part, ends, plan, near=whole)
-        rows = Rows(*(take(x, w + filled + jnp.arange(t)[None]) for x in rows))
+        rows = State(*(take(x, w + filled + jnp.arange(t)[None]) for x in rows))
     if f:
         fading, elapsed = None, state.first.log_decay
         if elapsed is not None:
@@ -147,13 +148,13 @@ def _stream(call: Call, state: WindowState | None) -> tuple[Float[Array, "b t k 
             )
             fading = elapsed[:, None] + take(per_token, w + filled + jnp.arange(t)[None])
             first = first._replace(log_decay=elapsed + gone[:, -1])
-        rows = merge(rows, exact_rows(query, first, scale, _reached(place, f), fading))
+        rows = combine(rows, exact_rows(query, first, scale, _reached(place, f), fading))
     return ratio(rows), WindowState(after, near, first, state.position + t)
 
 
 def _next(
     call: Call, around: Keys, folded: Keys, full: Bool[Array, ""], state: WindowState
-) -> tuple[Rows, State]:
+) -> tuple[State, State]:
     """The rows of one token, and the state of the far keys after it.
 
     The state fades over a full chunk even if none of its keys exists.
@@ -166,25 +167,23 @@ def _next(
     far = _decay.faded(state.far, _decay.total(around))
     split = call.maps[0](jnp.moveaxis(call.query[:, 0], 1, 0))  # (k, b, g, m)
     seen = far_rows(split, [(far, None, None)], None, far.normaliser.dtype)
-    seen = Rows(*(jnp.moveaxis(x, 0, 1)[:, None] for x in seen))  # (b, 1, k, g, ...)
-    rows = merge(exact_rows(call.query, _decay.as_seen(around, "until"), call.scale), seen)
+    seen = State(*(jnp.moveaxis(x, 0, 1)[:, None] for x in seen))  # (b, 1, k, g, ...)
+    rows = combine(exact_rows(call.query, _decay.as_seen(around, "until"), call.scale), seen)
     return rows, jax.lax.cond(full, fold, lambda far: far, state.far)
 
 
-def _over_devices(call: Call, keys: Keys) -> Rows:
-    """Rows of a sharded sequence, with the chunks of the neighbouring devices."""
+def _over_devices(call: Call, keys: Keys) -> State:
+    """State of a sharded sequence, with the chunks of the neighbouring devices."""
     name, t, w = cast(str, call.plan.axis_name), call.query.shape[1], call.exact.exact_window
     sides = w, 0 if call.is_causal else w
     around = beside(extended(keys, *sides), *sides, name)
 
-    def far(start, side, exchange):
+    def far(start, side):
         part = _cut(around, start, t)
-        seen = _decay.as_seen(part, side)
-        own = states.summarise(call.maps[1], seen, call.nothing, call.plan.block)
-        return exchange(own, name, _decay.total(part))
+        return on_one_side(call.maps[1], part, side, call.nothing, call.plan.block, name)
 
-    later = None if call.is_causal else far(2 * w, "since", later_devices)
-    ends, near = (far(0, "until", earlier_devices), later), Near(around, w, call.scale)
+    ends = far(0, "until"), None if call.is_causal else far(2 * w, "since")
+    near = Near(around, w, call.scale)
     rows, _ = sweep(call.maps, pad(call.query, *sides), around, ends, call.plan, near=near)
     return _cut(rows, w, t)
 
@@ -193,10 +192,10 @@ def exact_rows(
     query: Array,
     keys: Keys,
     scale: float,
-    allowed: Bool[Array, "*b t f"] | None = None,
+    allowed: Bool[Array, "#b #t #f"] | None = None,
     fading: Float[Array, "b t f k"] | None = None,
-) -> Rows:
-    """Rows of all queries with a few keys, (b, f, k, .), or with their own, (b, t, f, k, .)."""
+) -> State:
+    """State of all queries with a few keys, (b, f, k, .), or with their own, (b, t, f, k, .)."""
     of = "btskh" if keys.key.ndim == 5 else "bskh"
     logits = dot(f"btkgh,{of}->btkgs", query, keys.key, query.dtype) * scale
     # (b, f, k) -> (b, 1, k, 1, f)
@@ -378,8 +377,8 @@ def _looked_up(
     def of_block(x):
         split, flat_state = jax.tree.map(flat, (features(x), state))
         rows = far_rows(split, [(flat_state, None, None)], None, state.normaliser.dtype)
-        positive = rows.denominator > 0  # features with signs may have others
-        logarithm = jnp.log(jnp.where(positive, rows.denominator, 1.0)) + rows.maximum
+        positive = rows.normaliser > 0  # features with signs may have others
+        logarithm = jnp.log(jnp.where(positive, rows.normaliser, 1.0)) + rows.maximum
         return jnp.where(positive, logarithm, -jnp.inf)
 
     xs = heads_first(x, count, length)
@@ -430,19 +429,15 @@ def with_rows(
         ids, key_ids = pairs.segments
         key_ids = ids if key_ids is None else key_ids
         same = ids[:, :r, None] == key_ids[:, None]
-    allowed = same & ~later if pairs.is_causal else same & (later | True)
+    allowed = same & ~later if pairs.is_causal else same
     fading = None
     if keys.log_decay is not None:
         fading = _between(keys.log_decay, later, same, axis_name)
     rows = exact_rows(query, keys, scale, allowed, fading)
     if axis_name is None:
         return output.at[:, :r].set(ratio(rows).astype(output.dtype))
-    maximum = jax.lax.pmax(jax.lax.stop_gradient(rows.maximum), axis_name)
-    factor = jnp.exp(rows.maximum - finite(maximum))
-    sums = rows.denominator * factor, rows.numerator * factor[..., None]
-    rows = Rows(maximum, *jax.lax.psum(sums, axis_name))
-    own = jnp.where(here == 0, ratio(rows).astype(output.dtype), output[:, :r])
-    return output.at[:, :r].set(own)
+    exact = ratio(over_devices(rows, axis_name)).astype(output.dtype)
+    return output.at[:, :r].set(jnp.where(here == 0, exact, output[:, :r]))
 
 
 def _between(

@@ -23,8 +23,9 @@ and the mean of its logarithm over pairs is smallest at mu = E v and, with F = C
 
 If the lengths of the frequencies are fixed, or common to a block, attention's normalisation cancels
 the common part of the weights, which corrects a change of the mean length. S must then keep the
-mean square length: `traceless`. `couplings.properties` decides; if unknown, `traceless` is used.
-Beside exact pairs nothing cancels, and `proposal` is used, which is a tilt if keys are shifted.
+mean square length: `traceless`. `couplings.common_lengths` decides, and `traceless` is used if it
+is unknown. Beside exact pairs nothing cancels, and `proposal` is used, which is a tilt if keys are
+shifted.
 
 Pairs are drawn from softmax attention, whose large entries count most: a uniform query, and a key
 with the probability of its attention. All is fitted from the second moment of (1, q, k).
@@ -354,7 +355,7 @@ def parts(
         raise ValueError(unknown("calibration", bad[0], (*METHODS, *PARTS), shown))
     if len(set(names) & set(SAMPLING)) > 1:
         raise ValueError(f"calibration {method!r}: use one of {', '.join(SAMPLING)}")
-    if coupling is not None and couplings.properties(coupling).common_lengths is False:
+    if coupling is not None and couplings.common_lengths(coupling) is False:
         return names
     tilt = "proposal" if beside_exact else "traceless"
     return tuple(tilt if name == "tilt" else name for name in names)

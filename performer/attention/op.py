@@ -20,10 +20,20 @@ from performer.attention import state as states
 from performer.attention._checks import Estimate, Plan, Tokens
 from performer.attention._maps import Arguments
 from performer.attention._masks import Pairs
-from performer.attention._sweep import ratio, sweep
+from performer.attention._sweep import sweep
 from performer.attention.calibration import Calibration
-from performer.attention.parallel import earlier_devices, later_devices, over_devices
-from performer.attention.state import Keys, State, WindowState, extended, pad, take
+from performer.attention.parallel import on_one_side, over_devices
+from performer.attention.state import (
+    Keys,
+    State,
+    WindowState,
+    combine,
+    extended,
+    pad,
+    ratio,
+    summarise,
+    take,
+)
 from performer.choices import unknown
 from performer.features import FeatureMap
 from performer.typing import Window, float32_or_wider
@@ -346,7 +356,7 @@ def _sums(
         state, later = nothing if state is None else state, nothing
         if plan.axis_name is not None:
             beyond, later = _of_other_devices(maps[1], keys, nothing, pairs.is_causal, plan)
-            state = states.combine(state, beyond)
+            state = combine(state, beyond)
         both_ways = ids is not None or (keys.log_decay is not None and not pairs.is_causal)
         if t and (both_ways or (pairs.is_causal and t != 1)):
             ends = state, None if pairs.is_causal else later
@@ -355,7 +365,7 @@ def _sums(
         else:
             state = _decay.faded(state, _decay.total(keys))  # at most one token
             if plan.axis_name is None or pairs.is_causal:
-                state = states.summarise(maps[1], keys, state, plan.block)
+                state = summarise(maps[1], keys, state, plan.block)
             operands, look_up = states.operand_dtype(keys.value), maps[0]
             if chosen is not None:
                 look_up, state = _window.beside_exact(look_up, state, chosen, estimate.scale)
@@ -371,14 +381,12 @@ def _of_other_devices(
     key_map, keys: Keys, nothing: State, is_causal: bool, plan: Plan
 ) -> tuple[State, State]:
     """States of the keys before this device's, or of all devices, and of those after it."""
-    name, fading = cast(str, plan.axis_name), _decay.total(keys)
-    own = states.summarise(key_map, _decay.as_seen(keys, "until"), nothing, plan.block)
-    if is_causal:
-        return earlier_devices(own, name, fading), nothing
-    if fading is None:
-        return over_devices(own, name), nothing
-    as_seen_before = states.summarise(key_map, _decay.as_seen(keys, "since"), nothing, plan.block)
-    return earlier_devices(own, name, fading), later_devices(as_seen_before, name, fading)
+    name = cast(str, plan.axis_name)
+    if keys.log_decay is None and not is_causal:
+        return over_devices(summarise(key_map, keys, nothing, plan.block), name), nothing
+    options = nothing, plan.block, name
+    before = on_one_side(key_map, keys, "until", *options)
+    return before, nothing if is_causal else on_one_side(key_map, keys, "since", *options)
 
 
 def _sorted(query, keys: Keys, segments):

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from performer.attention import _decay
-from performer.attention.state import Keys, State, finite
+from performer.attention.state import Features, Keys, State, finite, summarise
+from performer.typing import Size
 
 
 def over_tokens(attention: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
@@ -64,6 +65,15 @@ def later_devices(
 ) -> State:
     """The state of the keys of all devices after this one."""
     return _of_some(state, axis_name, jnp.greater, log_decay)
+
+
+def on_one_side(
+    key_map: Features, keys: Keys, side: str, nothing: State, block: Size, axis_name: str
+) -> State:
+    """The state of the keys of all devices before this one ("until"), or after it ("since")."""
+    own = summarise(key_map, _decay.as_seen(keys, side), nothing, block)
+    devices = earlier_devices if side == "until" else later_devices
+    return devices(own, axis_name, _decay.total(keys))
 
 
 def beside(keys: Keys, before: int, after: int, axis_name: str) -> Keys:

@@ -87,15 +87,14 @@ class Sample(NamedTuple):
         if self.segments is not None:
             same = self.segments[:, :, None] == self.segments[:, None]
             of_query = of_key = jnp.sum(same & jnp.tri(same.shape[1], k=-1, dtype=bool), axis=-1)
-        size = jnp.maximum(window.exact_window, 1)
-        near = is_near(of_query, of_key, size, window.exact_first)
-        return (near & (window.exact_window > 0))[:, None]
+        return is_near(of_query, of_key, window)[:, None]
 
 
-def is_near(query: Any, key: Any, window: Any, first: Any) -> Any:
+def is_near(query: Any, key: Any, window: Window) -> Any:
     """Mask (..., t, s) of near pairs, for queries (..., t) and keys (..., s) at these places."""
-    key = key[..., None, :]
-    return (abs(query[..., :, None] // window - key // window) <= 1) | (key < first)
+    size, query, key = jnp.maximum(window.exact_window, 1), query[..., :, None], key[..., None, :]
+    near = (abs(query // size - key // size) <= 1) | (key < window.exact_first)
+    return near & (window.exact_window > 0)
 
 
 def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "b n t s"]:
@@ -289,6 +288,7 @@ def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> 
     return jnp.sum(exact * (jnp.log(exact) - jnp.log(estimate)), (0, 2, 3)) / rows
 
 
+@partial(jax.jit, static_argnames=("estimate", "steps", "is_causal", "examples"))
 def transfer(
     estimate: Callable[..., Float[Array, "b n t s"]],
     start: Parameters,
@@ -297,7 +297,7 @@ def transfer(
     *,
     steps: int,
     is_causal: bool = False,
-    rate: float = RATE,
+    rate: float | Array = RATE,
     examples: int = EXAMPLES,
 ) -> Parameters:
     """Parameters with a lower divergence than `start`, on examples that they have not seen.
@@ -319,7 +319,41 @@ def transfer(
         ...     performer_estimate, frequencies, Linear(frequencies), Sample.of(q, k), steps=2
         ... )
     """
-    return _transfer(estimate, is_causal, steps, examples, rate, start, fixed, sample)
+    (training, held_out), key = parted(sample), jax.random.key(0)
+    size, length = _size(training, examples), -(-steps // ROUNDS)
+    rounds = -(-steps // length)
+    shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
+    rates = rate * jnp.asarray(shares.reshape(rounds, length), jnp.float32)
+    mean_losses = partial(_mean_losses, estimate, divergence, is_causal, fixed, held_out, examples)
+
+    def step(carry, xs):
+        (trained, state), (key, rate) = carry, xs
+        chosen = jax.random.choice(key, len(training.query), (size,), replace=False)
+        batch = _rows(training, chosen)
+        losses = partial(_losses, estimate, divergence, is_causal, fixed, batch)
+        gradient = jax.grad(lambda trained: jnp.sum(losses(trained)))(trained)
+        updates, state = ADAM.update(gradient, state)
+        trained = jax.tree.map(lambda x, y: x - rate.astype(x.dtype) * y, trained, updates)
+        return (trained, state), None
+
+    def round_(search):
+        number, since, moving, best, least = search
+        xs = jax.random.split(jax.random.fold_in(key, number), length), rates[number]
+        moving, _ = jax.lax.scan(step, moving, xs)
+        reached = mean_losses(moving[0])
+        better = reached < least
+        best = jax.tree.map(partial(jax.vmap(jnp.where), better), moving[0], best)
+        since = jnp.where(jnp.any(better), 0, since + 1)
+        return number + 1, since, moving, best, jnp.where(better, reached, least)
+
+    def goes_on(search):
+        number, since, *_ = search
+        return (number < rounds) & (since < PATIENCE)
+
+    moving: Any = start, ADAM.init(start)  # pyright: ignore (any pytree)
+    search = jnp.int32(0), jnp.int32(0), moving, start, mean_losses(start)
+    *_, best, _ = jax.lax.while_loop(goes_on, round_, search)
+    return best
 
 
 def refine_far(
@@ -390,45 +424,6 @@ def at_least_near(
     ]
     kept = (errors[0] < errors[1]) | (fixed[1].exact_window == 0)  # else nothing would be left
     return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _transfer(estimate, is_causal, steps, examples, rate, start, fixed, sample):
-    (training, held_out), key = parted(sample), jax.random.key(0)
-    size, length = _size(training, examples), -(-steps // ROUNDS)
-    rounds = -(-steps // length)
-    shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
-    rates = rate * jnp.asarray(shares.reshape(rounds, length), jnp.float32)
-    mean_losses = partial(_mean_losses, estimate, divergence, is_causal, fixed, held_out, examples)
-
-    def step(carry, xs):
-        (trained, state), (key, rate) = carry, xs
-        chosen = jax.random.choice(key, len(training.query), (size,), replace=False)
-        batch = _rows(training, chosen)
-        losses = partial(_losses, estimate, divergence, is_causal, fixed, batch)
-        gradient = jax.grad(lambda trained: jnp.sum(losses(trained)))(trained)
-        updates, state = ADAM.update(gradient, state)
-        trained = jax.tree.map(lambda x, y: x - rate.astype(x.dtype) * y, trained, updates)
-        return (trained, state), None
-
-    def round_(search):
-        number, since, moving, best, least = search
-        xs = jax.random.split(jax.random.fold_in(key, number), length), rates[number]
-        moving, _ = jax.lax.scan(step, moving, xs)
-        reached = mean_losses(moving[0])
-        better = reached < least
-        best = jax.tree.map(partial(jax.vmap(jnp.where), better), moving[0], best)
-        since = jnp.where(jnp.any(better), 0, since + 1)
-        return number + 1, since, moving, best, jnp.where(better, reached, least)
-
-    def goes_on(search):
-        number, since, *_ = search
-        return (number < rounds) & (since < PATIENCE)
-
-    moving = start, ADAM.init(start)
-    search = jnp.int32(0), jnp.int32(0), moving, start, mean_losses(start)
-    *_, best, _ = jax.lax.while_loop(goes_on, round_, search)
-    return best
 
 
 def _losses(estimate, loss, is_causal, fixed, sample: Sample, trained) -> Float[Array, " k"]:

@@ -41,6 +41,9 @@ class State(NamedTuple):
 
     `performer_attention` returns leaves (b, k, m), (b, k, m) and (b, k, m, v), with its batch axes.
     m is the number of features, twice that of frequencies for `hyperbolic` and `trigonometric`.
+
+    The rows of an online softmax are such sums, too, with a query in the place of a feature: (*t),
+    (*t) and (*t, v).
     """
 
     maximum: Float[Array, "*b m"]
@@ -96,16 +99,12 @@ def varying(tree, *like):
 def combine(left: State, right: State) -> State:
     """The state of the keys of both, associative and commutative."""
     maximum = jnp.maximum(left.maximum, right.maximum)
+    a, b = (jnp.exp(x.maximum - finite(maximum)) for x in (left, right))
     return State(
         maximum,
-        *(a + b for a, b in zip(*(_rescaled(x, maximum) for x in (left, right)), strict=True)),
+        left.normaliser * a + right.normaliser * b,
+        left.numerator * a[..., None] + right.numerator * b[..., None],
     )
-
-
-def _rescaled(state: State, maximum: Array) -> tuple[Array, Array]:
-    """(s, z) relative to another maximum."""
-    factor = jnp.exp(state.maximum - finite(maximum))
-    return state.normaliser * factor, state.numerator * factor[..., None]
 
 
 def finite(maximum: Array) -> Array:
@@ -281,6 +280,11 @@ def _(dtype, primals, tangents):
 def normalised(numerator: Array, denominator: Array) -> Array:
     """numerator / denominator; 0 for a query without keys."""
     return numerator * (1 / jnp.where(denominator == 0, 1.0, denominator))[..., None]
+
+
+def ratio(rows: State) -> Float[Array, "*t v"]:
+    """The output of attention."""
+    return normalised(rows.numerator, rows.normaliser)
 
 
 def pad(x: Array, before: Size, after: Size, fill: float = 0) -> Array:

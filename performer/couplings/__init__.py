@@ -16,7 +16,6 @@ Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,23 +35,13 @@ __all__ = [
     "Blocks",
     "Halton",
     "Padded",
-    "Properties",
+    "common_lengths",
     "draw",
     "get",
     "names",
-    "properties",
     "redraw",
     "with_quantile",
 ]
-
-
-class Properties(NamedTuple):
-    """Properties of a coupling; None if unknown."""
-
-    gaussian: bool | None = None
-    """Every row is exactly N(0, I_d)."""
-    common_lengths: bool | None = None
-    """All lengths of a block are equal: see `calibration`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,13 +63,9 @@ class Blocks(Value):
         return _draw_blocks(self, key, *_sizes(m, d))
 
     @property
-    def properties(self) -> Properties:
-        """Properties; Gaussian if the directions are uniform and the lengths chi_d."""
-        quantile = getattr(self.norms, "quantile", None)
-        gaussian = None if quantile is None else quantile == norms.chi
-        if self.directions in directions.HADAMARD:
-            gaussian = False
-        return Properties(gaussian, getattr(self.norms, "common", None))
+    def common_lengths(self) -> bool | None:
+        """True if all lengths of a block are equal; None if unknown."""
+        return getattr(self.norms, "common", None)
 
 
 @jit_static(0, 2, 3)
@@ -116,9 +101,9 @@ class Padded(Value):
         return self.coupling(key, m, hadamard.next_power_of_two(d))[:, :d]
 
     @property
-    def properties(self) -> Properties:
-        """Properties of the coupling before the cut."""
-        return properties(self.coupling)
+    def common_lengths(self) -> bool | None:
+        """That of the coupling before the cut."""
+        return common_lengths(self.coupling)
 
 
 @dataclass(frozen=True, repr=False)
@@ -136,9 +121,9 @@ class Antithetic(Value):
         return jnp.concatenate([half, -half])
 
     @property
-    def properties(self) -> Properties:
-        """Properties of the coupling of each half."""
-        return properties(self.coupling)
+    def common_lengths(self) -> bool | None:
+        """That of the coupling of each half."""
+        return common_lengths(self.coupling)
 
 
 @dataclass(frozen=True, repr=False)
@@ -157,7 +142,7 @@ class Halton(Value):
         """Draw the frequencies (m, d)."""
         return _shifted_normal(key, jnp.asarray(_halton_points(*_sizes(m, d), self.scramble)))
 
-    properties = Properties(gaussian=True, common_lengths=False)
+    common_lengths = False
 
 
 halton = Halton()
@@ -258,14 +243,16 @@ def names() -> tuple[str, ...]:
     return (*COUPLINGS, *(name + _ANTITHETIC for name in COUPLINGS))
 
 
-def properties(coupling: str | Coupling) -> Properties:
-    """Return the attribute `properties` of the coupling; all None if it has none.
+def common_lengths(coupling: str | Coupling) -> bool | None:
+    """Return True if all lengths of a block are equal (see `calibration`), None if unknown.
+
+    This is the attribute `common_lengths` of the coupling.
 
     Example:
-        >>> performer.couplings.properties("pm-antithetic")
-        Properties(gaussian=True, common_lengths=True)
+        >>> performer.couplings.common_lengths("pm-antithetic")
+        True
     """
-    return getattr(get(coupling), "properties", Properties())
+    return getattr(get(coupling), "common_lengths", None)
 
 
 def with_quantile(coupling: str | Coupling, quantile: norms.Quantile) -> Coupling:

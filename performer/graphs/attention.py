@@ -19,6 +19,7 @@ m + v multiplications, each visit m v. Their sums have one maximum for each row,
 features.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, cast
 
@@ -37,7 +38,7 @@ from performer.attention._masks import Pairs
 from performer.attention.calibration import Calibration
 from performer.choices import unknown
 from performer.features import FeatureMap, Split
-from performer.graphs.features import Estimate
+from performer.graphs.features import Estimate, Features
 from performer.typing import float32_or_wider
 
 DENSE = 1024
@@ -46,14 +47,6 @@ CHUNK = 4
 """Features of a chunk of the sums over visits."""
 BLOCK = 2048
 """Pairs of a block of the sums over pairs."""
-
-
-class _Visits(NamedTuple):
-    """Entries of Phi: rows, columns and values, (T,) each; the values maybe (n, T)."""
-
-    start: Array
-    node: Array
-    value: Array
 
 
 class Links(NamedTuple):
@@ -81,8 +74,6 @@ def masked_attention(
     *,
     key_mask: ArrayLike | None = None,
     scale: float | None = None,
-    key_log_weights: ArrayLike | None = None,
-    query_frequencies: Float[Array, "..."] | None = None,
     weights: Float[Array, "*w m"] | None = None,
     calibration: Calibration | None = None,
     feature_map: str | FeatureMap = "positive",
@@ -109,8 +100,6 @@ def masked_attention(
             (`features.modulate`), or a dense matrix (nodes, nodes) or (n, nodes, nodes).
         key_mask: keys that exist, as the `mask` of `performer_attention`.
         scale: factor on q.k; 1 / sqrt(h) if None.
-        key_log_weights: as in `performer_attention`.
-        query_frequencies: as in `performer_attention`.
         weights: as in `performer_attention`.
         calibration: as in `performer_attention`.
         feature_map: as in `performer_attention`.
@@ -135,17 +124,12 @@ def masked_attention(
     lead, given = query.shape[:-3], Tokens(query, key, value)
     tokens = _checks.with_one_batch_axis(given)
     dtype = float32_or_wider(*tokens)
-    estimate = _checks.Estimate(
-        frequencies,
-        query_frequencies,
-        weights,
-        calibration,
-        feature_maps.get(feature_map),
-        scale=float(query.shape[-1] ** -0.5 if scale is None else scale),
-    )
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    feature_map = feature_maps.get(feature_map)
+    estimate = _checks.Estimate(frequencies, None, weights, calibration, feature_map, scale)
     _checks.check_estimate(estimate, tokens)
     exists = _masks.key_mask(key_mask, None, lead, tokens.key)
-    log_weights = _masks.log_weights(key_log_weights, exists, lead, tokens.key, dtype)
+    log_weights = _masks.log_weights(None, exists, lead, tokens.key, dtype)
     _check_mask(mask, tokens)
     if implementation not in (None, "dense", "sparse"):
         raise ValueError(unknown("implementation", implementation, ("dense", "sparse")))
@@ -200,7 +184,7 @@ def _sums(tokens, estimate, pairs, mask, links, sparse) -> tuple[Array, Array]:
     key, value = jax.tree.map(lambda y: jnp.repeat(y, n // k, axis=0), (key, value))
     if not sparse:
         return _dense(query, key, value, mask.gram() if isinstance(mask, Estimate) else mask)
-    left, right, landmarks = _phi(cast(Estimate, mask))
+    left, right = _phi(cast(Estimate, mask))
     heads = lambda y: jnp.broadcast_to(y, (n, b, *y.shape[-1:])).reshape(n * b, -1)  # noqa: E731
     per_head = [y.value if y.value.ndim == 1 else y.value[:, None] for y in (left, right)]
     per_head = [heads(y.astype(dtype)) for y in per_head]
@@ -215,8 +199,8 @@ def _sums(tokens, estimate, pairs, mask, links, sparse) -> tuple[Array, Array]:
             )
             weights = ends[0][links.left] * ends[1][links.right] * links.exists
             return _over_links(query, key, value, links, weights)
-        sides = left._replace(value=of_left), right._replace(value=of_right)
-        return _sparse(query, key, value, sides, landmarks)
+        sides = replace(left, value=of_left), replace(right, value=of_right)
+        return _sparse(query, key, value, *sides)
 
     rows, tops = jax.lax.map(one, (flat, per_head))
     return rows.reshape(n, b, t, v + 1), tops.reshape(n, b, t)
@@ -233,20 +217,19 @@ def _dense(query: Split, key: Split, value: Array, mask: Array) -> tuple[Array, 
     return states.dot("nbts,nbsv->nbtv", weights, value, value.dtype), top[..., 0]
 
 
-def _phi(mask: Estimate) -> tuple[_Visits, _Visits, int]:
+def _phi(mask: Estimate) -> tuple[Features, Features]:
     """Phi of queries and of keys, whose product is the mask (times 2 for two ensembles)."""
-    one = _Visits(mask.left.start, mask.left.node, mask.left.value)
-    nodes = mask.left.num_nodes
-    if mask.right is None:
-        return one, one, nodes
-    # Phi_1 Phi_2^T + Phi_2 Phi_1^T = (Phi_1 Phi_2) (Phi_2 Phi_1)^T
-    two = _Visits(mask.right.start, mask.right.node, mask.right.value)
+    one, two = mask.left, mask.right
+    if two is None:
+        return one, one
+    # Phi_1 Phi_2^T + Phi_2 Phi_1^T = (Phi_1 Phi_2) (Phi_2 Phi_1)^T, with 2 N columns
 
-    def beside(one: _Visits, two: _Visits) -> _Visits:
-        two = two._replace(node=two.node + nodes)
-        return _Visits(*(jnp.concatenate(pair, axis=-1) for pair in zip(one, two, strict=True)))
+    def beside(one: Features, two: Features) -> Features:
+        two = replace(two, node=two.node + two.num_nodes)
+        both = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), one, two)
+        return replace(both, num_nodes=2 * two.num_nodes)
 
-    return beside(one, two), beside(two, one), 2 * nodes
+    return beside(one, two), beside(two, one)
 
 
 def link(mask: Estimate, most: int = 32) -> Links | None:
@@ -262,8 +245,8 @@ def link(mask: Estimate, most: int = 32) -> Links | None:
     Returns:
         The pairs; None if there are more, or if the walks are traced.
     """
-    left, right, landmarks = _phi(mask)
-    if any(isinstance(y, Tracer) for y in (*left[:2], *right[:2])):
+    left, right = _phi(mask)
+    if any(isinstance(y, Tracer) for y in (left.start, left.node, right.start, right.node)):
         return None
 
     def entries(first, second):
@@ -274,7 +257,7 @@ def link(mask: Estimate, most: int = 32) -> Links | None:
 
     start, node, of_left = entries(left.start, left.node)  # in the order of the queries
     column, keys, of_right = entries(right.node, right.start)  # in the order of the columns
-    begin = np.searchsorted(column, np.arange(landmarks + 1))
+    begin = np.searchsorted(column, np.arange(right.num_nodes + 1))
     count = np.diff(begin)[node]
     total = int(count.sum())
     if total > most * len(start):
@@ -367,10 +350,10 @@ _pair_sums.defvjp(_pair_sums_forward, _pair_sums_backward)
 
 
 def _sparse(
-    query: Split, key: Split, value: Array, sides: tuple[_Visits, _Visits], landmarks: int
+    query: Split, key: Split, value: Array, left: Features, right: Features
 ) -> tuple[Array, Array]:
     """Rows (t, v + 1) of one head, and the exponents taken out (t,)."""
-    (left, right), nodes = sides, len(value)
+    nodes, landmarks = len(value), right.num_nodes
     factors = jax.tree.map(lambda y: _chunks(y, 0.0), (query[1], key[1]))
     m = max(y.shape[1] for y in jax.tree.leaves((query, key)))
     exponents = tuple(

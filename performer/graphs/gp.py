@@ -109,12 +109,10 @@ def sample(
     Args:
         key: random key of w and the noise.
         kernel: K = Phi Phi^T of one ensemble.
-        observed: nodes seen (n,), none for the prior; a node may occur more than once.
-        y: values at the nodes seen (n,), of any real dtype.
-        noise_scale: sigma_n.
+        observed: nodes seen (n,), none for the prior.
         num_samples: number of samples.
-        output_scale: sigma_v; the prior is N(0, sigma_v^2 K).
-        tolerance: relative residual of the conjugate gradients.
+
+    The other arguments are those of `condition`.
 
     Raises:
         ValueError: as `condition`, and for a kernel of two ensembles, which is no covariance.
@@ -129,7 +127,8 @@ def sample(
     positive_number("noise_scale", noise_scale)
     positive_number("output_scale", output_scale)
     law = noise_scale, output_scale, tolerance
-    near = kernel if _traced(kernel, observed) else _rows(kernel, observed)
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((kernel, observed)))
+    near = kernel if traced else _rows(kernel, observed)
     paths, residual = _sample(key, kernel, near, observed, y, *law, num_samples=num_samples)
     return _converged(paths, residual, tolerance)
 
@@ -151,10 +150,6 @@ def _sample(key, kernel, near, observed, y, noise_scale, output_scale, tolerance
     seen = jnp.zeros_like(prior).at[observed].add(solution)
     correction = kernel.left @ near.left.transposed(seen)
     return (prior + output_scale**2 * correction).T, residual
-
-
-def _traced(*trees: Any) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
 
 
 def _rows(kernel: features.Estimate, nodes: Array) -> features.Estimate:

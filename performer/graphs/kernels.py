@@ -156,7 +156,7 @@ class InverseCosine(Kernel):
         k = np.arange(length)
         signs = np.where(k % 4 < 2, 1.0, -1.0)
         powers = np.cumprod(np.concatenate([[1.0], np.pi / 4 / np.arange(1, length)]))
-        return _root(signs * powers[:length] / np.sqrt(2))
+        return root(signs * powers[:length] / np.sqrt(2), 2)
 
     def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         return np.cos(np.pi * laplacian / 4)
@@ -223,7 +223,7 @@ class FromSeries(Kernel):
 
     def __call__(self, length: int) -> Array:
         """Return the modulation."""
-        return _root(np.asarray(self.series(length), np.float64))
+        return root(self.series(length), 2)
 
     def _eigenvalue(self, laplacian: np.ndarray) -> Any:
         require_radius(self, 1.0)
@@ -308,12 +308,14 @@ def _binomial(power: float, ratio: ArrayLike, first: ArrayLike, length: int) -> 
     return jnp.cumprod(jnp.concatenate([jnp.asarray(first, ratios.dtype)[None], ratios]))
 
 
-def _root(c: np.ndarray) -> Array:
-    """Return f with f * f = c: f_k = (c_k - sum_{0<j<k} f_j f_{k-j}) / (2 f_0)."""
+def root(c: ArrayLike, power: int) -> Array:
+    """Return f with f * ... * f = c, `power` times: the series of c(a)^{1 / power} (by Miller)."""
+    c = np.asarray(c, np.float64)
     f = np.zeros(len(c))
-    f[0] = np.sqrt(c[0])
+    f[0] = c[0] ** (1 / power)
     for k in range(1, len(c)):
-        f[k] = (c[k] - f[1:k] @ f[k - 1 : 0 : -1]) / (2 * f[0])
+        j = np.arange(1, k + 1)
+        f[k] = np.sum((j / power - (k - j)) * c[1 : k + 1] * f[k - 1 :: -1]) / (k * c[0])
     return jnp.asarray(f, float)
 
 

@@ -6,14 +6,12 @@ are sums over all ways to continue a walk by others, many more than were drawn. 
 reach far this lowers the error at equal work; for near ones it changes nothing.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -72,22 +70,9 @@ def stitched(
         ValueError: as `features.sample`, or for f_0 that is not positive.
     """
     choices.positive_integer("num_stretches", num_stretches)
-    keys, g = jax.random.split(key, (2, num_stretches)), root(kernel, num_stretches)
+    if not kernel(1)[0] > 0:
+        raise ValueError(f"stitched walks need a modulation with f_0 > 0, got {kernel(1)[0]}")
+    keys = jax.random.split(key, (2, num_stretches))
+    g = lambda length: kernels.root(kernel(length), num_stretches)  # noqa: E731
     draw = lambda key: features.modulate(features.sample(key, graph, **options), g)  # noqa: E731
     return Stitched(*(tuple(draw(key) for key in row) for row in keys))
-
-
-def root(kernel: kernels.Modulation, power: int) -> Callable[[int], Array]:
-    """Return g with g * ... * g = f, `power` times: the series of f(a)^{1/power} (by Miller)."""
-
-    def modulation(length: int) -> Array:
-        f, g = np.asarray(kernel(length), np.float64), np.zeros(length)
-        if not f[0] > 0:
-            raise ValueError(f"stitched walks need a modulation with f_0 > 0, got {f[0]}")
-        g[0] = f[0] ** (1 / power)
-        for k in range(1, length):
-            j = np.arange(1, k + 1)
-            g[k] = np.sum((j / power - (k - j)) * f[1 : k + 1] * g[k - 1 :: -1]) / (k * f[0])
-        return jnp.asarray(g, float)
-
-    return modulation

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.attention import performer_attention
-from performer.linearization.layers import Linear, Measured, Options, replacements
+from performer.linearization.layers import Layer, Linear, Measured, Options, replacements
 from performer.linearization.measure import (
+    Seen,
     alibi_slopes,
     examples,
     fits,
@@ -24,7 +25,7 @@ from performer.linearization.measure import (
     steps_of,
     words_of,
 )
-from performer.linearization.places import MASKED, Named, Place, Values, named, run
+from performer.linearization.places import MASKED, Named, Place, Unfit, Values, named, run
 from performer.linearization.report import Report
 from performer.typing import Coupling, float32_or_wider
 
@@ -128,16 +129,10 @@ def linearize(
     seen = observe(function, batches, lambda place: where is None or where(place.name))
     layers, left = [], {name: reason for name, (_, reason) in seen.left.items()}
     for number, place in enumerate(seen.places):
-        steps = steps_of(seen, number) if number in seen.records else {}
-        own = [layer_of(seen, _name(place.name, step), [(number, step)]) for step in steps]
-        read_out = [x for x in own if not isinstance(x, str)]
-        reasons = [x for x in own if isinstance(x, str)] if own else [UNCHOSEN]
-        if not reasons and len({(x.kind, x.slopes is None) for x in read_out}) > 1:
-            reasons = ["its masks or biases are of another kind in each step of a scan"]
-        if reasons:
-            left[place.name] = reasons[0]
-        else:
-            layers += read_out
+        try:
+            layers += _layers_at(seen, number)
+        except Unfit as reason:
+            left[place.name] = str(reason)
     measured = Measured(layers, left)
     if left and not layers:
         lines = "\n".join(f"  {name}: {reason}" for name, reason in left.items())
@@ -152,19 +147,35 @@ def linearize(
         each = [Replacement(new[i], layers[i].scale, layers[i].slopes) for i in own]
         padded, square = any(layers[i].padded for i in own), is_square(seen.places[number])
         settings[number] = Setting(layers[own[0]].kind, padded, square)
-        arrays[number] = _stacked(each, seen.places[number].lengths)
+        lengths = seen.places[number].lengths
+        arrays[number] = jax.tree.map(
+            lambda *x, lengths=lengths: jnp.stack(x).reshape(*lengths, *x[0].shape), *each
+        )
     words = tuple(words_of(seen.places))
     return jax.tree_util.Partial(partial(_call, function, settings, words), arrays), report
+
+
+def _layers_at(seen: Seen, number: int) -> list[Layer]:
+    """The layers of a place, one for each step of the scans around it.
+
+    Raises:
+        Unfit: with the reason why it stays exact.
+    """
+    if number not in seen.records:
+        raise Unfit(UNCHOSEN)
+    own = []
+    for step in steps_of(seen, number):
+        name = seen.places[number].name + "".join(f"[{i}]" for i in step)
+        own.append(layer_of(seen, name, [(number, step)]))
+    if len({(x.kind, x.slopes is None) for x in own}) > 1:
+        raise Unfit("its masks or biases are of another kind in each step of a scan")
+    return own
 
 
 def is_square(place: Named) -> bool:
     """True for as many queries as keys."""
     layout = place.place.layout
     return layout.sizes[layout.time] == layout.sizes[layout.keys]
-
-
-def _stacked(each: Sequence[Replacement], lengths: tuple[int, ...]) -> Replacement:
-    return jax.tree.map(lambda *x: jnp.stack(x).reshape(*lengths, *x[0].shape), *each)
 
 
 def warn(measured: Measured) -> None:
@@ -184,10 +195,6 @@ def warn(measured: Measured) -> None:
     ]
     if lines:
         warnings.warn("\n".join(["attention that stays exact:", *lines]), stacklevel=3)
-
-
-def _name(place: str, step: tuple[int, ...]) -> str:
-    return place + "".join(f"[{i}]" for i in step)
 
 
 def _call(

@@ -26,7 +26,7 @@ from performer.attention.refinement import (
     softmax_attention,
     transfer,
 )
-from performer.linearization.report import Report, rows_of
+from performer.linearization.report import Report
 from performer.typing import NO_WINDOW, Coupling, Window
 
 EXAMPLES = 8
@@ -137,8 +137,12 @@ def replacements(
     new = {i: linear for i, (linear, _) in enumerate(drawn) if layers[i].place not in kept}
     rows = []
     for i, (layer, (linear, errors)) in enumerate(zip(layers, drawn, strict=True)):
-        sizes = {"m": linear.frequencies.shape[-2], "exact keys": linear.window.exact_keys}
-        rows += rows_of(i, layer.path, i not in new, sizes, errors)
+        row = {"path": layer.path, "layer": i, "head": 0}
+        row |= {"attention": "linear" if i in new else "exact"}
+        row |= {"m": linear.frequencies.shape[-2], "exact keys": linear.window.exact_keys}
+        heads = zip(*(x.tolist() for x in errors.values()), strict=True)
+        for head, numbers in enumerate(heads):
+            rows.append(row | {"head": head} | dict(zip(errors, numbers, strict=True)))
     return new, Report(rows, measured.left)
 
 

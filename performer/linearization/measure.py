@@ -18,6 +18,7 @@ from performer.linearization.places import (
     Named,
     Place,
     Program,
+    Unfit,
     Values,
     left_in,
     named,
@@ -104,23 +105,25 @@ def nested(places: Sequence[Named], settings: dict[int, Any]) -> dict[int, Any]:
     return outer
 
 
-def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]) -> Layer | str:
-    """The layer that is called at these places and steps, or the reason why it stays exact."""
+def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]) -> Layer:
+    """The layer that is called at these places and steps.
+
+    Raises:
+        Unfit: with the reason why it stays exact.
+    """
     records = [steps_of(seen, number)[step] for number, step in calls]
     record = jax.tree.map(jnp.asarray, reduce(together, records))
-    if not record["affine"]:
-        return "its scores are not scale q.k + bias: is there a soft cap?"
-    if not record["same heads"]:
-        return "its masks differ between heads"
-    if not record["alibi"]:
-        return "a bias that is no mask"
-    if not record["exact"]:
-        return (
-            "softmax(scale q.k + bias) v is not what it computes: is there dropout, or a division"
-            " after the product with v?"
-        )
-    if not record["kinds"].any():
-        return "its masks are neither of keys, nor causal, nor of packed sequences"
+    requirements = {
+        "its scores are not scale q.k + bias: is there a soft cap?": record["affine"],
+        "its masks differ between heads": record["same heads"],
+        "a bias that is no mask": record["alibi"],
+        "softmax(scale q.k + bias) v is not what it computes: is there dropout, or a division after"
+        " the product with v?": record["exact"],
+        "its masks are neither of keys, nor causal, nor of packed sequences": record["kinds"].any(),
+    }
+    for reason, holds in requirements.items():
+        if not holds:
+            raise Unfit(reason)
     kind = KINDS[int(jnp.argmax(record["kinds"]))]
     sample = Sample(**record["sample"])
     slopes = record["slopes"] / record["batches"]

@@ -367,10 +367,12 @@ def _read_by(program: Program, place: Place) -> list[Ref]:
 def _add_place(program: Program, output: int) -> None:
     """Add the place whose product with the values this is, if it is one."""
     for number, operand in enumerate(program.ops[output].inputs):
-        found = _exponential(program, operand)
-        if found is None:
+        exponential = _before(program, operand, ("exp", "exp2"))
+        if exponential is None:
             continue
-        exponential, scores = found
+        scores = _before(program, program.ops[exponential].inputs[0], ("dot_general",))
+        if scores is None:
+            continue
         line = line_of(program.ops[scores].equation)
         if is_linear(program.ops[scores].equation):
             return
@@ -382,15 +384,6 @@ def _add_place(program: Program, output: int) -> None:
             if place is not None:
                 program.places[output] = place
         return
-
-
-def _exponential(program: Program, operand: Ref) -> tuple[int, int] | None:
-    """The last exponential that an operand comes from, and the product that it comes from."""
-    exponential = _before(program, operand, ("exp", "exp2"))
-    if exponential is None:
-        return None
-    scores = _before(program, program.ops[exponential].inputs[0], ("dot_general",))
-    return None if scores is None else (exponential, scores)
 
 
 def _before(program: Program, ref: Ref, names: tuple[str, ...]) -> int | None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float
 
 
 @dataclass(frozen=True)
@@ -93,20 +92,3 @@ COLUMNS = {
     "keys attended to": "keys attended to",
 }
 """Numbers of the table, and the heads of their columns."""
-
-
-def rows_of(
-    number: int,
-    path: str,
-    is_kept: bool,
-    sizes: Mapping[str, int],
-    errors: Mapping[str, Float[Array, " n"]],
-) -> list[dict[str, Any]]:
-    """The records of one layer."""
-    heads = zip(*(np.asarray(x).tolist() for x in errors.values()), strict=True)
-    attention = "exact" if is_kept else "linear"
-    return [
-        {"path": path, "layer": number, "head": head, "attention": attention, **sizes}
-        | dict(zip(errors, numbers, strict=True))
-        for head, numbers in enumerate(heads)
-    ]

@@ -27,8 +27,9 @@ class GraphAttention(nnx.Module):
     which `redraw` finds.
 
     With walks as the mask each head learns its kernel (sum_t f_t A^t)^2 (Reid et al. 2025, "Linear
-    transformer topological masking with graph random features"). The parameter `modulation` is
-    log f: the mask is never negative, and every row of attention weights sums to 1.
+    transformer topological masking with graph random features"), from that of diffusion on. The
+    parameter `modulation` is log f: the mask is never negative, and every row of attention weights
+    sums to 1.
 
     With `positions` queries and keys are turned by angles omega . r_i, whose frequencies each head
     learns (`performer.graphs.rotary`). Both can be used together.
@@ -37,10 +38,8 @@ class GraphAttention(nnx.Module):
         num_heads: number of heads.
         in_features: width of the input and the output.
         num_features: m, number of random features per head.
-        qkv_features: width of all heads together, `in_features` by default.
         mask: walks, estimate or matrix, used where a call has none.
         num_terms: number of learned coefficients f_0, f_1, ...; later steps of walks are ignored.
-        initial_kernel: kernel of all heads at the start, with positive coefficients.
         positions: coordinates (nodes, r) of `performer.graphs.rotary`, or None.
         coupling: coupling of the frequencies.
         rngs: random streams, `params` and `frequencies`.
@@ -62,19 +61,16 @@ class GraphAttention(nnx.Module):
         in_features: int,
         num_features: int = 32,
         *,
-        qkv_features: int | None = None,
         mask: Mask | None = None,
         num_terms: int = 8,
-        initial_kernel: kernels.Modulation = kernels.Diffusion(1.0),  # noqa: B008 (a constant)
         positions: Float[Array, "nodes r"] | None = None,
         coupling: str | Coupling = couplings.DEFAULT,
         rngs: nnx.Rngs,
         **options: Any,
     ):
-        width = qkv_features or in_features
-        head_dim, rest = divmod(width, num_heads)
+        head_dim, rest = divmod(in_features, num_heads)
         if rest:
-            raise ValueError(f"{num_heads} heads must divide the width {width}")
+            raise ValueError(f"{num_heads} heads must divide the width {in_features}")
         if positions is not None and head_dim % 2:
             raise ValueError(f"positions need heads of an even width, got {head_dim}")
         heads = (num_heads, head_dim)
@@ -86,7 +82,7 @@ class GraphAttention(nnx.Module):
             num_features, head_dim, num_heads=num_heads, coupling=coupling, rngs=rngs, **options
         )
         self.mask = nnx.data(None if mask is None else Frequencies(mask))
-        logs = jnp.log(initial_kernel(num_terms))
+        logs = jnp.log(kernels.Diffusion(1.0)(num_terms))
         self.modulation = nnx.Param(jnp.tile(logs, (num_heads, 1)))
         self.positions = nnx.data(None if positions is None else Frequencies(positions))
         if positions is not None:

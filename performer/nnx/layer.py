@@ -58,8 +58,6 @@ class PerformerAttention(nnx.Module):
             a model that learns fast.
         num_queries: number of queries of each sequence that are measured, evenly spaced.
         use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
-        axis_name: axis of `jax.shard_map` or `jax.pmap` for means over devices. `jax.jit` with
-            sharded batches needs none.
         split: axis of the mesh in context (`jax.set_mesh`, type Auto) over which the tokens of a
             sequence are split: its devices exchange m (v + 2) numbers for each head. A mesh without
             the axis, and calls with a mask or `sow_weights`, are left to the compiler.
@@ -95,7 +93,6 @@ class PerformerAttention(nnx.Module):
         momentum: float = 0.9,
         num_queries: int = 64,
         use_running_average: bool = False,
-        axis_name: str | None = None,
         split: str | None = None,
         transferred: bool = False,
         rngs: nnx.Rngs,
@@ -113,8 +110,7 @@ class PerformerAttention(nnx.Module):
         names = calibrations.parts(calibration, coupling, self.window.is_mixed)
         self.method = "+".join(names) or "none"
         self.momentum, self.num_queries = momentum, num_queries
-        self.use_running_average, self.axis_name = use_running_average, axis_name
-        self.split = split
+        self.use_running_average, self.split = use_running_average, split
         self.learned, self.statistics = nnx.Dict(), nnx.Dict()
         if transferred:
             w = self.frequencies[...]
@@ -169,8 +165,6 @@ class PerformerAttention(nnx.Module):
         )
         if old.ndim == 2:
             moments = jnp.mean(moments, axis=0)
-        if self.axis_name is not None:
-            moments = jax.lax.pmean(moments, self.axis_name)
         new = (1 - self.momentum) * moments.astype(old.dtype)
         self.calibrate(self.momentum * old + new)
 

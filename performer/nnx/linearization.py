@@ -10,7 +10,7 @@ from jaxtyping import Array
 from performer.linearization.function import LINEAR, UNCHOSEN, warn
 from performer.linearization.layers import Layer, Linear, Measured, Options, replacements
 from performer.linearization.measure import examples, layer_of, observe, steps_of
-from performer.linearization.places import Named
+from performer.linearization.places import Named, Unfit
 from performer.linearization.report import Report
 from performer.nnx import _hooks as hooks_
 from performer.nnx.layer import PerformerAttention
@@ -130,12 +130,12 @@ def measure(
     for path, own in calls.items():
         if left[path]:  # another of its calls cannot be replaced
             continue
-        layer = layer_of(seen, path, own)
-        reason = refused.get(path) or (layer if isinstance(layer, str) else "")
-        if reason:
+        try:
+            if refused.get(path):
+                raise Unfit(refused[path])
+            layers.append(layer_of(seen, path, own))
+        except Unfit as reason:
             left[path] = f"{reason} ({seen.places[own[0][0]].name})"
-        else:
-            layers.append(layer)
     idle = left.keys() - {layer.path for layer in layers}
     left |= {path: left[path] or "not called" for path in idle}
     measured = Measured(layers, {path: reason for path, reason in left.items() if reason})

@@ -489,15 +489,6 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return new
 
 
-def parse(name: str, text: str, like: Any) -> Any:
-    """Return the value of a flag in the type of `like`; ValueError if the text has none."""
-    words = {"true": True, "false": False}
-    try:
-        return words[text.lower()] if isinstance(like, bool) else type(like)(text)
-    except (KeyError, ValueError):
-        raise ValueError(f"config.{name}={text}: {allowed(name)}") from None
-
-
 def bundled_path(name: str) -> Path:
     """Return the file of a bundled config, or the path of an existing file as it is.
 

@@ -1,12 +1,23 @@
-"""Command line of a program: its flags, the fields of its config, and one-line errors.
+"""Command line of a program: its flags are the parameters of its `main`.
 
-A program defines absl flags, of the parameters of a function by `define`, and, if it has a config,
-those of `define_config`; `launch(main)` starts it. An unknown flag or value is an error.
+    def main(workdir: Path, config: Config | None = None, draws: int = 10) -> None:
+        \"\"\"Run the command.
+
+        Args:
+            workdir: folder of the run.
+            config: bundled config or file with get_config().
+            draws: number of draws.
+        \"\"\"
+
+    if __name__ == "__main__":
+        arguments.run(main)
 
 The annotation of a parameter is int, float, bool, str, Path, a `Literal` of choices, one of these
-or None, or a `Sequence` of them, separated by commas. A parameter without a default is required;
-one before `/` is a positional word. Help texts are those of the docstring; `COMMON` has the texts
-of parameters that it leaves out.
+or None, a `Sequence` of them, separated by commas, or `list[str]`, a flag that may be repeated. A
+NamedTuple is a group of flags, and `config` stands for `--config` and a flag for each field of it.
+A parameter without a default is required; one before `/` and `*names` are positional words. Help
+texts are those of the docstring; `COMMON` has those of parameters that it leaves out. An unknown
+flag or value is an error of one line.
 """
 
 import difflib
@@ -25,7 +36,7 @@ from typing import Any, Literal, get_args, get_origin
 from absl import app, flags, logging
 
 from performer.choices import unknown
-from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten, parse
+from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten
 from vit.run.safety import lasting
 
 LIBRARIES = ("absl", "jax", "orbax", "tensorflow", "grain", "array_record", "etils", "tensorstore")
@@ -33,28 +44,33 @@ LIBRARIES = ("absl", "jax", "orbax", "tensorflow", "grain", "array_record", "eti
 HEADING = "Fields of the config, each set by a flag:"
 
 
-def launch(main: Callable[[list[str]], object], *, words: bool = False) -> None:
+def run(main: Callable[..., object], quick: Mapping[str, Any] | None = None) -> None:
     """Start a program: parse its flags, call `main`, and report a failure in one line.
 
     ValueError (bad input), FloatingPointError (divergence) and OSError end the program with exit
     code 1, Ctrl-C with 130. A closed pipe does not end it (`vit.run.safety.lasting`).
 
     Args:
-        main: function of the program's name and its positional words.
-        words: as in `parse_flags`.
+        main: its parameters are the flags.
+        quick: values of flags under `--quick`, a short trial run; its tables are written to the
+            folder `quick` of --out.
     """
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
+    parameters = define(main, quick)
+    words = any(p.kind in WORDS for p in parameters)
 
     def guarded(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)
         try:
-            main(argv)
+            positional, named = given(parameters, argv[1:], quick)
+            main(*positional, **named)
         except (ValueError, FloatingPointError, OSError) as error:
             sys.exit(f"{type(error).__name__}: {error}")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)  # 128 + SIGINT, as of a shell
 
+    flags.FLAGS.set_gnu_getopt(True)  # flags may stand behind a word
     app.run(guarded, flags_parser=partial(parse_flags, words=words))
 
 
@@ -98,25 +114,14 @@ def parse_flags(
     return [program, *rest]
 
 
-class FieldParser(flags.ArgumentParser):
-    """Parser of a field of a config, for absl."""
-
-    def __init__(self, field: str, like: Any) -> None:
-        self.field, self.like = field, like
-
-    def parse(self, argument: Any) -> Any:
-        """Return the value of a text."""
-        return parse(self.field, argument, self.like)
-
-
 def define_config(help: str, values: flags.FlagValues = flags.FLAGS) -> None:
     """Define the flag `config`, a bundled config or a file, and a flag for each field of it."""
     flags.DEFINE_string("config", None, help, values)
-    for field, value in flatten(Config()).items():
-        if isinstance(value, bool):
+    for field, kind in TYPES.items():
+        if kind is bool:
             flags.DEFINE_bool(f"config.{field}", None, "", values)
         else:
-            flags.DEFINE(FieldParser(field, value), f"config.{field}", None, "", values)
+            flags.DEFINE(Parser(kind), f"config.{field}", None, "", values)
 
 
 def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Config | None:
@@ -210,10 +215,10 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", Path: "path"}
+KINDS = {int: "integer", float: "number", str: "text", Path: "path", bool: "true or false"}
 
 COMMON = {
-    "data_dir": "folder of data (experiments.prepare_data); scikit-learn's and synthetic if none",
+    "data_dir": "folder of data; scikit-learn's and synthetic if none",
     "data_sets": "names of data sets; all if none",
     "graphs": "names of generated graphs or files in data_dir/graphs; those of the paper if none",
     "workdir": "folder of the run",
@@ -228,37 +233,72 @@ COMMON = {
 """Help texts of flags of several experiments."""
 
 
+WORDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+
+
 def define(
     main: Callable[..., Any],
     quick: Mapping[str, Any] | None = None,
     values: flags.FlagValues = flags.FLAGS,
 ) -> list[inspect.Parameter]:
-    """Define a flag for each parameter that is no positional word, and return all parameters.
-
-    Args:
-        main: function to run.
-        quick: as in `experiments.common.launch.run`.
-        values: flags to add to.
-    """
+    """Define the flags of a function, as `run`, and return its parameters."""
     help_texts = meanings(main)
     parameters = list(inspect.signature(main, eval_str=True).parameters.values())
     for p in parameters:
-        default: Any = None if p.default is p.empty else p.default
-        if p.annotation is bool:
-            flags.DEFINE_bool(p.name, default, help_texts[p.name], values)
-        elif p.kind is not p.POSITIONAL_ONLY:
-            parser: Any = Parser(p.annotation)
-            options = dict(serializer=parser, required=p.default is p.empty)
-            flags.DEFINE(parser, p.name, default, help_texts[p.name], values, **options)
+        if p.name == "config":
+            define_config(help_texts[p.name], values)
+        elif hasattr(p.annotation, "_fields"):
+            define(p.annotation, None, values)
+        elif p.kind not in WORDS:
+            _define(p, help_texts[p.name], values)
     if quick is not None:
         small = " ".join(f"--{k}={Parser(str).serialize(v)}" for k, v in quick.items())
         flags.DEFINE_bool("quick", False, f"a quick trial: {small}", values)
     return parameters
 
 
-def given(main: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments of a function from the flags of `define`."""
-    return {name: flags.FLAGS[name].value for name in inspect.signature(main).parameters}
+def _define(p: inspect.Parameter, text: str, values: flags.FlagValues) -> None:
+    default: Any = None if p.default is p.empty else p.default
+    if p.annotation is bool:
+        flags.DEFINE_bool(p.name, default, text, values)
+    elif get_origin(p.annotation) is list:
+        flags.DEFINE_multi_string(p.name, default, text, values)
+    else:
+        parser: Any = Parser(p.annotation)
+        options = dict(serializer=parser, required=p.default is p.empty)
+        flags.DEFINE(parser, p.name, default, text, values, **options)
+
+
+def given(
+    parameters: Sequence[inspect.Parameter],
+    words: Sequence[str] = (),
+    quick: Mapping[str, Any] | None = None,
+    values: flags.FlagValues = flags.FLAGS,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the positional and the named arguments of a function from words and flags.
+
+    Raises:
+        ValueError: for another number of words, or as `chosen_config`.
+    """
+    positional = [p for p in parameters if p.kind in WORDS]
+    named: dict[str, Any] = {}
+    for p in (p for p in parameters if p.kind not in WORDS):
+        if p.name == "config":
+            named[p.name] = chosen_config(values)
+        elif hasattr(p.annotation, "_fields"):
+            named[p.name] = p.annotation(*(values[name].value for name in p.annotation._fields))
+        else:
+            named[p.name] = values[p.name].value
+    if quick is not None and values["quick"].value:
+        named |= {name: x for name, x in quick.items() if not values[name].present}
+        named["out"] /= "quick"
+    if [p.kind for p in positional] == [inspect.Parameter.VAR_POSITIONAL]:
+        positional *= len(words)
+    if len(words) != len(positional):
+        wanted = " ".join(f"{{{'|'.join(get_args(p.annotation))}}}" for p in positional)
+        raise ValueError(f"{' '.join(words) or 'no word'}: give {wanted}")
+    parsed = (Parser(p.annotation).parse(x) for p, x in zip(positional, words, strict=True))
+    return list(parsed), named
 
 
 class Parser(flags.ArgumentParser):
@@ -286,8 +326,8 @@ class Parser(flags.ArgumentParser):
         try:
             if not text and self.kind is Path:  # would be the current folder
                 raise ValueError
-            return self.kind(text)
-        except ValueError:
+            return {"true": True, "false": False}[text] if self.kind is bool else self.kind(text)
+        except (KeyError, ValueError):
             raise ValueError(f"{text!r} is no {KINDS[self.kind]}") from None
 
     def serialize(self, value: Any) -> str:

@@ -39,6 +39,9 @@ Batch = dict[str, Any]
 THREADS = 16
 """Threads of each worker that read records: more than cores, since they wait for storage."""
 
+READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
+"""The next batch is begun before this one is complete."""
+
 SHARED = Path("/dev/shm")
 """Folder of shared memory on Linux."""
 
@@ -288,7 +291,6 @@ def train_batches(
     process: int = 0,
     processes: int = 1,
     start: int = 0,
-    threads: int = THREADS,
 ) -> grain.IterDataset:
     """Return shuffled, augmented batches without end.
 
@@ -303,8 +305,6 @@ def train_batches(
         processes: number of processes that share a global batch, each b = batch_size / processes
             rows.
         start: number of the first batch, to resume a run.
-        threads: number of records that a worker reads and decodes at a time, of this batch and the
-            next; 0 reads each when its batch is requested.
 
     Returns:
         image (b, size, size, c) uint8 and label (b,) int32, or the arrays of the data set's
@@ -315,9 +315,9 @@ def train_batches(
             be decoded, or its label is none of the data set's classes.
     """
     size = data.batch_size // processes
-    batch = _training(dataset, data, seed, size, threads)
+    batch = _training(dataset, data, seed, size)
     places = grain.MapDataset.range(start * processes + process, sys.maxsize, processes)
-    read = places.map(batch).to_iter_dataset(_read_ahead(threads))
+    read = places.map(batch).to_iter_dataset(READ_AHEAD)
     if workers := num_workers(data.num_workers, batch_bytes(dataset, data, processes)):
         options = grain.MultiprocessingOptions(num_workers=workers)
         read = read.mp_prefetch(options, _start_worker)
@@ -325,11 +325,7 @@ def train_batches(
 
 
 def eval_batches(
-    dataset: Dataset,
-    data: config.Data,
-    process: int = 0,
-    processes: int = 1,
-    threads: int = THREADS,
+    dataset: Dataset, data: config.Data, process: int = 0, processes: int = 1
 ) -> Iterator[Batch]:
     """Yield every evaluation example once, in order, in batches of the same shape.
 
@@ -344,10 +340,10 @@ def eval_batches(
     Raises:
         ValueError: as `train_batches`.
     """
-    batch = _evaluation(dataset, data, data.batch_size // processes, threads)
+    batch = _evaluation(dataset, data, data.batch_size // processes)
     end = math.ceil(len(dataset.evaluation) / data.batch_size) * processes
     places = grain.MapDataset.range(process, end, processes)
-    return iter(places.map(batch).to_iter_dataset(_read_ahead(threads)))
+    return iter(places.map(batch).to_iter_dataset(READ_AHEAD))
 
 
 def num_workers(requested: int, batch_bytes: int, folder: Path = SHARED) -> int:
@@ -374,9 +370,7 @@ def batch_bytes(dataset: Dataset, data: config.Data, processes: int = 1) -> int:
     return data.batch_size // processes * sum(np.asarray(x).nbytes for x in example)
 
 
-def _training(
-    dataset: Dataset, data: config.Data, seed: int, size: int, threads: int
-) -> Callable[[int], Batch]:
+def _training(dataset: Dataset, data: config.Data, seed: int, size: int) -> Callable[[int], Batch]:
     """Return (number of a batch) -> the batch of `size` rows."""
     records = dataset.train
 
@@ -387,12 +381,10 @@ def _training(
 
     order = grain.MapDataset.range(len(records)).seed(seed).shuffle().repeat()
     examples: Any = order.random_map(example)
-    return lambda number: _batch(examples.__getitem__, number, size, threads)
+    return lambda number: _batch(examples.__getitem__, number, size)
 
 
-def _evaluation(
-    dataset: Dataset, data: config.Data, size: int, threads: int
-) -> Callable[[int], Batch]:
+def _evaluation(dataset: Dataset, data: config.Data, size: int) -> Callable[[int], Batch]:
     """Return (number of a batch) -> the batch of `size` rows."""
     records = dataset.evaluation
 
@@ -403,7 +395,7 @@ def _evaluation(
         with _named(f"evaluation record {index}"):
             return dataset.decode(records[index], None, data, dataset) | {"mask": np.float32(1)}
 
-    return lambda number: _batch(example, number, size, threads)
+    return lambda number: _batch(example, number, size)
 
 
 @contextlib.contextmanager
@@ -415,28 +407,21 @@ def _named(record: str) -> Iterator[None]:
         raise ValueError(f"{record} cannot be decoded: {error}") from error
 
 
-def _batch(example: Callable[[int], Batch], number: int, size: int, threads: int) -> Batch:
+def _batch(example: Callable[[int], Batch], number: int, size: int) -> Batch:
     """Return the batch of that number, its records read by many threads at once.
 
     Late storage and slow decoders are waited for in parallel, and the first batch is complete as
     soon as its own records are.
     """
     indices = range(number * size, (number + 1) * size)
-    read = _pool(threads).map if threads else map
-    rows = list(read(example, indices))
+    rows = list(_pool().map(example, indices))
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _pool() -> ThreadPoolExecutor:
     """Return the pool of this process, for all batches."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="records")
-
-
-def _read_ahead(threads: int) -> grain.ReadOptions:
-    """Return options by which the next batch is begun before this one is complete."""
-    ahead = 2 if threads else 0
-    return grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="records")
 
 
 def _start_worker(index: int, workers: int) -> None:

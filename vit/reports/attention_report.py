@@ -127,11 +127,8 @@ def report_attention(
     workdir: Path,
     out: Path,
     *,
-    coupling: str = "",
-    num_features: int = 0,
     images: int = 8,
     draws: int = 16,
-    exact_window: int | None = None,
     dataset: data.Dataset | None = None,
     task: Task | None = None,
     step: int | str | None = None,
@@ -141,35 +138,26 @@ def report_attention(
     Args:
         workdir: folder of the run. A softmax run is measured without a calibration.
         out: name of the files, without suffix.
-        coupling: coupling of the frequencies; that in the run's config if empty.
-        num_features: m; that in the run's config if 0.
         images: number of examples.
         draws: draws of the frequencies.
-        exact_window: near keys that are exact, with class token and registers; 0 for none, that in
-            the run's config if None.
         dataset: as `runs.restore`.
         task: as `runs.restore`.
         step: as `runs.restore`.
 
     Raises:
-        ValueError: if there is no such run, its task does not describe its attention, or the
-            coupling is unknown.
+        ValueError: if there is no such run, or its task does not describe its attention.
     """
     run = runs.restore(workdir, dataset, task, step)
-    if exact_window is not None:
-        run = run.with_window(exact_window)
     config, own = run.config, run.config.attention
-    coupling, m = coupling or own.coupling, num_features or own.num_features
-    near = own.exact_window
     records = rows(
         run.task,
         run.model(),
         runs.evaluation_examples(run.dataset, config, images),
-        coupling=coupling,
-        num_features=m,
+        coupling=own.coupling,
+        num_features=own.num_features,
         draws=draws,
         window=configs.window(config),
     )
     calibration = "none" if own.kind == "softmax" else own.calibration
-    title = f"{workdir.name}: {coupling}, m = {m}, calibration {calibration}"
-    return write(records, out, title + f", window {near}" * (near > 0))
+    title = f"{workdir.name}: {own.coupling}, m = {own.num_features}, calibration {calibration}"
+    return write(records, out, title + f", window {own.exact_window}" * (own.exact_window > 0))

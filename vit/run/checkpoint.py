@@ -72,12 +72,12 @@ def check_path(workdir: Path) -> None:
         )
 
 
-def open_checkpoints(workdir: Path, *, write: bool = False, keep_every: int = 0) -> Checkpoints:
-    """Open the checkpoints of a run; close them with `finish`, or use them in a `with`.
+def open_checkpoints(workdir: Path, keep_every: int = 0) -> Checkpoints:
+    """Open the checkpoints of a run to save more; close with `finish`, or use them in a `with`.
 
-    A checkpoint appears under its final name when it is complete. With `write` unfinished ones are
-    removed, and old ones except the last `KEEP`, that of the best evaluation and those at
-    multiples of `keep_every` steps. Without `write` nothing on disk changes.
+    A checkpoint appears under its final name when it is complete. Unfinished ones are removed, and
+    old ones except the last `KEEP`, that of the best evaluation and those at multiples of
+    `keep_every` steps.
 
     Raises:
         ValueError: as `check_path`.
@@ -87,11 +87,11 @@ def open_checkpoints(workdir: Path, *, write: bool = False, keep_every: int = 0)
     kept: list[Any] = [policies.LatestN(KEEP), BestEvaluated(workdir / "metrics.jsonl")]
     if keep_every:
         kept.append(policies.EveryNSteps(keep_every))
-    policy: Any = policies.AnyPreservationPolicy(kept) if write else None
+    policy: Any = policies.AnyPreservationPolicy(kept)
     orbax = ocp.training.Checkpointer(
         str((workdir / "checkpoints").resolve()),
         preservation_policy=policy,
-        cleanup_tmp_directories=write,
+        cleanup_tmp_directories=True,
         lightweight_initialize=True,  # a damaged one does not affect the others
     )
     return Checkpoints(workdir, orbax)

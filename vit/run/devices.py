@@ -9,12 +9,11 @@ gathers the parameters of each layer when needed (fully sharded data parallelism
 import json
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import flags
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -55,30 +54,40 @@ PEAK = {
 """Peaks by prefix of `device_kind`."""
 
 
-def define_flags() -> Callable[[], None]:
-    """Define the flags of runs with several processes; return the function that joins them.
+class Hosts(NamedTuple):
+    """Flags of a run in several processes; TPU pods, Slurm and Open MPI need the first alone.
 
-    TPU pods, Slurm and Open MPI need --distributed alone. It raises ValueError as
-    `jax.distributed.initialize`, or without these flags as `check_alone`.
+    Args:
+        distributed: run as one of several processes.
+        coordinator: host:port of process 0.
+        num_processes: number of processes.
+        process_id: number of this process, from 0.
     """
-    distributed = flags.DEFINE_bool("distributed", False, "run as one of several processes")
-    coordinator = flags.DEFINE_string("coordinator", None, "host:port of process 0")
-    num_processes = flags.DEFINE_integer("num_processes", None, "number of processes")
-    process_id = flags.DEFINE_integer("process_id", None, "number of this process, from 0")
 
-    def join() -> None:
-        processes = coordinator.value, num_processes.value, process_id.value
-        if not distributed.value and processes == (None, None, None):
-            return check_alone("; or start it on every worker, with --distributed")
-        try:
-            jax.distributed.initialize(*processes)
-        except (ValueError, RuntimeError, IndexError) as error:
-            raise ValueError(
-                f"{error}: give --coordinator=HOST:PORT, --num_processes and --process_id, or"
-                " --distributed alone on a cluster (TPU pods, Slurm, Open MPI)"
-            ) from error
+    distributed: bool = False
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
 
-    return join
+
+ALONE = Hosts()
+
+
+def join(hosts: Hosts) -> None:
+    """Join the processes of a run.
+
+    Raises:
+        ValueError: as `jax.distributed.initialize`, or for one process as `check_alone`.
+    """
+    if hosts == ALONE:
+        return check_alone("; or start it on every worker, with --distributed")
+    try:
+        jax.distributed.initialize(*hosts[1:])
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"{error}: give --coordinator=HOST:PORT, --num_processes and --process_id, or"
+            " --distributed alone on a cluster (TPU pods, Slurm, Open MPI)"
+        ) from error
 
 
 def check_alone(otherwise: str = "") -> None:

@@ -96,7 +96,7 @@ def absent(topology: str) -> Sequence[Any]:
 
 
 def dataset(
-    config: configs.Config, topology: str = "", size: Sequence[str] = ()
+    config: configs.Config, topology: str = "", size: Sequence[int] = ()
 ) -> data.Dataset | None:
     """Return a data set of known size without data; None to read that of the config.
 
@@ -115,7 +115,7 @@ def dataset(
             f"the size of config.data.name={config.data.name!r} is not known (known are"
             f" {', '.join(KNOWN)}): give --data_size=TRAIN,EVALUATION,CLASSES,CHANNELS"
         )
-    train, evaluation, classes, channels = map(int, size) if size else KNOWN[config.data.name]
+    train, evaluation, classes, channels = size if size else KNOWN[config.data.name]
     names = tuple(map(str, range(classes)))
     return data.Dataset(range(train), range(evaluation), names, channels)
 

@@ -237,7 +237,7 @@ def train(
             print(f"{workdir}: at step {first} of {num_steps}")
         state = program.initial() if state is None else state
         checkpoints = stack.enter_context(
-            checkpoint.open_checkpoints(workdir, write=True, keep_every=config.keep_every)
+            checkpoint.open_checkpoints(workdir, keep_every=config.keep_every)
         )
         past = metrics.keep_up_to(path, first) if lead else []
         start = time.perf_counter() - sum(record["seconds"] for record in past[-1:])

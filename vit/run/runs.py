@@ -239,7 +239,7 @@ def begin(
         vit.run.checkpoint.SaveError: when it cannot be written.
     """
     optimizer = steps.optimizer(config, task, rate(config, dataset), model)
-    with checkpoint.open_checkpoints(workdir, write=True) as checkpoints:
+    with checkpoint.open_checkpoints(workdir) as checkpoints:
         checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)))
     claim(workdir, config, dataset, task)
 

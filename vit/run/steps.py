@@ -238,6 +238,19 @@ def count(task: Task, model: Model, batch: data.Batch) -> Sums:
     return task.count(model, batch) | {"examples": jnp.sum(batch["mask"])}
 
 
+def evaluate_model(task: Task, model: Model, batches: Iterable[data.Batch]) -> metrics.Record:
+    """Return the results of `evaluate` for a model in evaluation mode.
+
+    Models that differ in their arrays only share a program.
+    """
+    return evaluate(task, partial(_count, task, *nnx.split(model)), batches)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _count(task, graph, state, batch):
+    return count(task, nnx.merge(graph, state), batch)
+
+
 def evaluate(
     task: Task, count: Callable[[Any], Sums], batches: Iterable[data.Batch]
 ) -> metrics.Record:

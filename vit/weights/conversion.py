@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -22,8 +21,6 @@ from performer.nnx import linearize, measure
 from performer.typing import Window
 from vit import config as configs
 from vit import data
-from vit.reports import metrics
-from vit.run.steps import count, evaluate
 from vit.task import Model, Task
 
 ERROR_EXAMPLES = 8
@@ -153,22 +150,6 @@ def linearized(
         return Replaced(new, heads, transferred=learned)
 
     return replaced
-
-
-def results(run: Any, model: Model) -> metrics.Record:
-    """Evaluate a model on the evaluation split of a run, as `vit.run.steps.evaluate`.
-
-    Args:
-        run: `vit.run.runs.Restored`.
-        model: in evaluation mode; models that differ in their arrays only share a program.
-    """
-    counting = partial(_count, run.task, *nnx.split(model))
-    return evaluate(run.task, counting, data.eval_batches(run.dataset, run.config.data))
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _count(task, graph, state, batch):
-    return count(task, nnx.merge(graph, state), batch)
 
 
 def samples(task: Task, model: Model, batches: Iterable[data.Batch]) -> list[Sample]:
