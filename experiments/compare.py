@@ -478,14 +478,12 @@ def main(
     """Run the command.
 
     Args:
-        config: bundled config or file with get_config().
         out: folder of the report and the runs.
         couplings: names, or "softmax".
         seeds: number of seeds of each setting.
         grid: config.FIELD=VALUE,VALUE; may be repeated.
         baseline: coupling that the others are compared with.
         runs: folders of finished runs to report on; trains nothing.
-        hosts: processes of the runs.
     """
     logging.set_verbosity(logging.FATAL)
     devices.join(hosts)

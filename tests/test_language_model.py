@@ -15,7 +15,7 @@ from experiments.language_model.task import Settings, layers, task
 from performer.attention.refinement import LEARNED, Far
 from tests.small import read_csv
 from vit import convert, evaluate
-from vit.config import Size, of_run, validate
+from vit.config import Attention, Size, of_run, validate
 from vit.run import loop, runs
 from vit.task import random_streams
 from vit.weights.conversion import Case, exchanged
@@ -82,6 +82,11 @@ def test_a_window_as_long_as_the_text_is_softmax():
     assert isinstance(model.blocks[0].attention.attention_fn, Softmax)
 
 
+def case(coupling, method, m, steps, keep=0):
+    own = Attention("performer", coupling, m, calibration=method, exact_window=4)
+    return Case(own, steps, keep)
+
+
 @pytest.mark.parametrize(
     ("method", "steps", "m"), [("full", 0, 6), ("shift+scale", 3, 6), ("none", 0, 0)]
 )
@@ -90,7 +95,7 @@ def test_conversion(method, steps, m):
     model, config, learned, _ = decoder("softmax")
     batch = {"tokens": tokens(33, rows=9)}
     replaced = learned.replacement(learned, config, model, [batch])
-    new = replaced(Case("orf-antithetic", method, steps, 4, m))
+    new = replaced(case("orf-antithetic", method, m, steps))
     assert new.transferred == (steps > 0)
     found = losses(new.model, batch)
     assert found.shape == (9,)
@@ -98,7 +103,7 @@ def test_conversion(method, steps, m):
     for name, old in nnx.to_flat_state(nnx.state(model)):
         np.testing.assert_array_equal(dict(nnx.to_flat_state(nnx.state(new.model)))[name], old)
     with pytest.raises(ValueError, match="--keep=1: all layers of a language model"):
-        replaced(Case("orf", method, steps, 4, 6, keep=1))
+        replaced(case("orf", method, 6, steps, keep=1))
 
 
 def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):

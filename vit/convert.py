@@ -110,13 +110,14 @@ def compare(
     mean = conversion.uniform_so_far if run.task.is_causal else conversion.uniform
     uniform = [Function(mean) for _ in run.task.layers(model)]
     yield record("uniform", "", 0, 0, conversion.exchanged(run.task, model, uniform))
-    for window in filter(None, dict.fromkeys(case.window for case in cases)):
-        alone = replaced(Case("", "none", 0, window, 0)).model
+    for window in filter(None, dict.fromkeys(case.attention.exact_window for case in cases)):
+        alone = replaced(Case(configs.Attention(num_features=0, exact_window=window))).model
         yield record("window alone", "", window, 0, alone)
     for case in cases:
-        method = case.calibration + ", refined" * (case.refine_steps > 0)
+        own = case.attention
+        method = own.calibration + ", refined" * (case.refine_steps > 0)
         models = [replaced(case._replace(seed=draw)).model for draw in range(draws)]
-        yield record(case.coupling, method, case.window, case.num_features, *models)
+        yield record(own.coupling, method, own.exact_window, own.num_features, *models)
 
 
 def convert(
@@ -181,14 +182,16 @@ def convert(
     if not (coupling and num_features and exact_window):
         raise ValueError("give at least one coupling, one number of features and one window (or 0)")
     methods = dict.fromkeys([("none", 0), (calibration, 0), (calibration, refine_steps)])
-    cases = [
-        Case(name, *method, window, m, keep, exact_keys, exact_rows)
-        for name, method, window, m in itertools.product(
-            coupling, methods, exact_window, num_features
-        )
-    ]
-    for case in cases:
-        configs.validate(dataclasses.replace(config, attention=case.attention))
+
+    def case(name: str, method: tuple[str, int], window: int, m: int) -> Case:
+        exact: Any = dict(exact_window=window, exact_keys=exact_keys, exact_rows=exact_rows)
+        calibrated = configs.Attention("performer", name, m, calibration=method[0], **exact)
+        return Case(calibrated, method[1], keep)
+
+    product = itertools.product(coupling, methods, exact_window, num_features)
+    cases = list(itertools.starmap(case, product))
+    for each in cases:
+        configs.validate(dataclasses.replace(config, attention=each.attention))
     checkpoint.check_path(out)
     safety.check_vacant(out, "--out")
     run = runs.restore(workdir).with_window(max(exact_window))
@@ -198,10 +201,8 @@ def convert(
     batches = list(runs.training_examples(run, images))
     replacement = run.task.replacement or conversion.linearized
     replaced = replacement(run.task, run.config, model, batches)
-    chosen = Case(
-        *(coupling[0], calibration, refine_steps, max(exact_window), max(num_features), keep),
-        *(exact_keys, exact_rows),
-    )
+    best = (calibration, refine_steps)
+    chosen = case(coupling[0], best, max(exact_window), max(num_features))
     converted = replaced(chosen)
     layers = zip(*map(run.task.layers, (model, converted.model)), strict=True)
     exact = [str(i) for i, pair in enumerate(layers) if conversion.is_same(*pair)]

@@ -147,14 +147,11 @@ def main(
     """Run the command.
 
     Args:
-        workdir: folder of the run.
-        step: step of the checkpoint, or best; the newest if none.
         report: report to write.
         split: split to evaluate, as test or train[99%:].
         name: data set with the same classes, or some of them.
         data_dir: folder of that data set.
         batch_size: images per batch; that of the run if none.
-        hosts: processes of the evaluation.
     """
     given = {"eval_split": split, "name": name, "dir": data_dir, "batch_size": batch_size}
     fields = {f"data.{field}": value for field, value in given.items() if value is not None}

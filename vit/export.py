@@ -116,9 +116,7 @@ def main(workdir: Path, out: Path, step: str | None = None) -> None:
     """Run the command.
 
     Args:
-        workdir: folder of the run.
         out: program to write, as photos.stablehlo.
-        step: step of the checkpoint, or best; the newest if none.
     """
     devices.check_alone()
     about = beside(out)

@@ -139,9 +139,6 @@ def main(
     """Run the command.
 
     Args:
-        paths: pictures, and folders of pictures.
-        workdir: folder of the run.
-        step: step of the checkpoint, or best; the newest if none.
         top: number of classes per picture.
         csv: file for the predictions, which are then not printed.
         attention: folder for figures of the attention.

@@ -38,7 +38,7 @@ from vit.config import arguments, cli
 from vit.model import ViT
 from vit.run import devices
 from vit.weights import transfer
-from vit.weights.encoder import Arrays, Encoder, resampled
+from vit.weights.encoder import Arrays, Encoder
 
 HEAD = ("head/kernel", "head/bias")
 OWN = ("blocks", "embed", "token", "position", "norm", "head")
@@ -98,7 +98,7 @@ def _no_data(encoder: Encoder) -> data.Dataset:
 def fitted(encoder: Encoder, model: ViT, dataset: data.Dataset) -> tuple[Arrays, list[str]]:
     """Return the arrays of an encoder for this grid, these colours and classes, and a report."""
     named, antialias = dict(encoder.arrays), encoder.metadata.antialias
-    resample = partial(resampled, antialias=antialias)
+    resample = partial(transfer.resampled, antialias=antialias)
     lines = transfer.fit_positions(named, {"position": model.position}, resample)
     lines = [f"{line}, {'with' if antialias else 'without'} antialiasing" for line in lines]
     if dataset.channels == 1 < named["embed/kernel"].shape[2]:

@@ -53,7 +53,6 @@ def main(
         profile: trace five steps after the first line of the log.
         init_from: run whose parameters initialise a new run in --workdir.
         log: further loggers: tensorboard, wandb, mlflow.
-        hosts: processes of the run.
     """
     logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised, many times
     if (topology or data_size) and not dry_run:

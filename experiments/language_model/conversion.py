@@ -48,27 +48,28 @@ def replaced(
     if case.keep:
         raise ValueError(f"--keep={case.keep}: all layers of a language model are replaced")
     attention = hybrids(seen, case)
-    if case.refine_steps and case.window and case.num_features:
+    if case.refine_steps and case.attention.exact_window and case.attention.num_features:
         attention = no_worse(learned, model, attention, batches)
     return exchanged(learned, model, attention)
 
 
 def hybrids(layers: Sequence[Sample], case: Case) -> list[Hybrid]:
     """Return the attention of each layer, by what it sees; m = 0 for the window alone."""
-    if not case.num_features:
-        return [Hybrid(None, None, case.window) for _ in layers]
-    window, found = Window(case.window, int(case.window > 0)), []
+    own, near = case.attention, case.attention.exact_window
+    if not own.num_features:
+        return [Hybrid(None, None, near) for _ in layers]
+    window, found = Window(near, int(near > 0)), []
     for i, sample in enumerate(layers):
         key, (*_, n, h) = jax.random.key(case.seed * len(layers) + i), sample.query.shape
-        drawn = couplings.draw(key, case.coupling, case.num_features, h, n)
-        kind: Any = dict(method=case.calibration, coupling=case.coupling, is_causal=True)
+        drawn = couplings.draw(key, own.coupling, own.num_features, h, n)
+        kind: Any = dict(method=own.calibration, coupling=own.coupling, is_causal=True)
         far, fitted = calibrated_far(drawn, window, sample, **kind)
         if case.refine_steps:
             start, options = Far.of(START * far.of_key), dict(steps=case.refine_steps, examples=1)
             far = refine_far(start, fitted, window, sample, is_causal=True, **options)
-            found.append(Hybrid(far, None, case.window, LEARNED))
+            found.append(Hybrid(far, None, near, LEARNED))
         else:
-            found.append(Hybrid(far, fitted, case.window, positive))
+            found.append(Hybrid(far, fitted, near, positive))
     return found
 
 

@@ -222,6 +222,8 @@ COMMON = {
     "data_sets": "names of data sets; all if none",
     "graphs": "names of generated graphs or files in data_dir/graphs; those of the paper if none",
     "workdir": "folder of the run",
+    "step": "step of the checkpoint, or best; the newest if none",
+    "config": "bundled config or file with get_config()",
     "parts": "parts of the experiment",
     "points": "maximum number of training and test points of a data set",
     "splits": "random splits of a data set",

@@ -30,30 +30,12 @@ ERROR_EXAMPLES = 8
 class Case(NamedTuple):
     """The attention that replaces softmax."""
 
-    coupling: str
-    calibration: str
-    refine_steps: int
-    window: int
-    """Tokens of a chunk of near keys that are exact; 0 for none."""
-    num_features: int
-    """m; 0 for the exact keys alone."""
+    attention: configs.Attention
+    """`num_features` is 0 for the exact keys alone."""
+    refine_steps: int = 0
     keep: int = 0
     """Number of layers that stay exact, those with the largest errors."""
-    exact_keys: int = 0
-    exact_rows: int = 0
     seed: int = 0
-
-    @property
-    def attention(self) -> configs.Attention:
-        """Section of a config with that attention."""
-        return configs.Attention(
-            coupling=self.coupling,
-            num_features=self.num_features,
-            calibration=self.calibration,
-            exact_window=self.window,
-            exact_keys=self.exact_keys,
-            exact_rows=self.exact_rows,
-        )
 
 
 class Replaced(NamedTuple):
@@ -129,16 +111,17 @@ def linearized(
     measured = measured_layers(task, model, batches)
 
     def replaced(case: Case) -> Replaced:
-        window = configs.window(dataclasses.replace(config, attention=case.attention))
-        if not case.num_features:
+        own = case.attention
+        window = configs.window(dataclasses.replace(config, attention=own))
+        if not own.num_features:
             alone = [Function(window_alone(window)) for _ in task.layers(model)]
             return Replaced(exchanged(task, model, alone))
         new, heads = linearize(
             model,
             batches,
-            coupling=case.coupling,
-            num_features=case.num_features,
-            calibration=case.calibration,
+            coupling=own.coupling,
+            num_features=own.num_features,
+            calibration=own.calibration,
             refine_steps=case.refine_steps,
             keep=case.keep,
             **window._asdict(),

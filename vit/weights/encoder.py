@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit.config import SIZES, Size
-from vit.weights import transfer
 
 Arrays = dict[str, np.ndarray]
 """float32, by name."""
@@ -279,36 +278,6 @@ def _fold_pixels(named: Arrays, mean: Sequence[float], std: Sequence[float]) -> 
     named["embed/bias"] = (named["embed/bias"] + shift).astype(np.float32)
     scaled = kernel / (2 * np.array(std))[:, None]
     named["embed/kernel"] = scaled.astype(np.float32)
-
-
-def resampled(position: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:
-    """Return positions (n, width) of a square grid on one of another side: bicubic.
-
-    With antialiasing the cubic has a = -1/2, and is wider where the grid becomes smaller (Pillow,
-    timm, `jax.image.resize`). Without, a = -3/4 and there are four neighbours (torch's
-    interpolate).
-    """
-    old = math.isqrt(len(position))
-    if antialias:
-        return np.asarray(transfer.resampled(jnp.asarray(position), side))
-    weights = _cubic(old, side)
-    grid = position.reshape(old, old, -1).astype(np.float64)
-    new = np.einsum("yi,xj,ijw->yxw", weights, weights, grid)
-    return new.reshape(side**2, -1).astype(np.float32)
-
-
-def _cubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
-    """Return weights (new, old) of the four nearest; those beyond the edge are on the edge."""
-    place = (np.arange(new) + 0.5) * old / new - 0.5
-    weights = np.zeros((new, old))
-    for neighbour in range(-1, 3):
-        index = np.floor(place) + neighbour
-        x = abs(place - index)
-        near = ((a + 2) * x - (a + 3)) * x**2 + 1
-        far = a * (((x - 5) * x + 8) * x - 4)
-        column = np.clip(index, 0, old - 1).astype(int)
-        np.add.at(weights, (np.arange(new), column), np.where(x <= 1, near, far))
-    return weights
 
 
 def side(size: Any) -> int:

@@ -20,6 +20,7 @@ not need the other one any more.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from performer.nnx import PerformerAttention
 from vit import config as configs
@@ -247,12 +248,37 @@ def _same_classes(old: Sequence[str], new: Sequence[str]) -> bool:
 
 
 def resampled(
-    position: Float[Array, "positions width"], side: int
-) -> Float[Array, "new_positions width"]:
-    """Return positions of a square grid on one of another side: bicubic, antialiased."""
-    grid = position.reshape(round(len(position) ** 0.5), -1, position.shape[-1])
-    shape = (side, side, position.shape[-1])
-    return jax.image.resize(grid, shape, "bicubic", antialias=True).reshape(-1, shape[-1])
+    position: Float[ArrayLike, "positions width"], side: int, *, antialias: bool = True
+) -> Float[np.ndarray, "new_positions width"]:
+    """Return positions of a square grid on one of another side: bicubic.
+
+    With antialiasing the cubic has a = -1/2, and is wider where the grid becomes smaller (Pillow,
+    timm, `jax.image.resize`). Without, a = -3/4 and there are four neighbours (torch's
+    interpolate).
+    """
+    grid = np.asarray(position)
+    grid = grid.reshape(math.isqrt(len(grid)), -1, grid.shape[-1])
+    shape = (side, side, grid.shape[-1])
+    if antialias:
+        new = np.asarray(jax.image.resize(grid, shape, "bicubic", antialias=True))
+    else:
+        weights = _cubic(len(grid), side)
+        new = np.einsum("yi,xj,ijw->yxw", weights, weights, grid.astype(np.float64))
+    return new.reshape(side**2, -1).astype(np.float32)
+
+
+def _cubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
+    """Return weights (new, old) of the four nearest; those beyond the edge are on the edge."""
+    place = (np.arange(new) + 0.5) * old / new - 0.5
+    weights = np.zeros((new, old))
+    for neighbour in range(-1, 3):
+        index = np.floor(place) + neighbour
+        x = abs(place - index)
+        near = ((a + 2) * x - (a + 3)) * x**2 + 1
+        far = a * (((x - 5) * x + 8) * x - 4)
+        column = np.clip(index, 0, old - 1).astype(int)
+        np.add.at(weights, (np.arange(new), column), np.where(x <= 1, near, far))
+    return weights
 
 
 FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "transferred")
