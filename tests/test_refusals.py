@@ -215,7 +215,7 @@ def transform(scale=1.0, dtype=float, **parameters):
 
 
 def of_layers():
-    of_graph = call(GraphAttention, 2, 8, rngs=nnx.Rngs(0))
+    of_graph = call(GraphAttention, 2, rngs=nnx.Rngs(0))
     token, sequence = ones(3, 1, 8), ones(3, 5, 8)
     slopes = np.array([0.5, 0.125])
     function, (arguments, *_) = zoo.plain()
@@ -231,8 +231,8 @@ def of_layers():
         (call(layer(), *[ones(3, 5, 2, 4)] * 3, bias=ones(1, 1, 5, 5)), "bias"),
         (call(layer(calibration="full"), ones(1, 5, 2, 4), *[ones(1, 5, 1, 4)] * 2), "one for eac"),
         (call(layer, calibration="ful"), "unknown calibration 'ful'"),
-        (call(of_graph, 8, qkv_features=7), "2 heads must divide the width 7"),
-        (call(of_graph, 8, qkv_features=6, positions=ones(34, 2)), "positions need heads of an ev"),
+        (call(of_graph, 7), "2 heads must divide the width 7"),
+        (call(of_graph, 6, positions=ones(34, 2)), "positions need heads of an ev"),
         (call(transform, n_components=0), "n_components must be a positive integer, got 0, such a"),
         (call(transform, gamma=-1), "gamma must be a positive, finite number or 'scale', got -1"),
         (call(transform, coupling="pncc"), "unknown coupling 'pncc'; did you mean 'pnc'"),
