@@ -72,7 +72,7 @@ def namespace(module):
         names["key"] = jax.random.key(0)
     names |= {path.split(".")[-1]: module} | names  # by its own name, where that is free
     if path.startswith("performer.graphs."):
-        names |= vars(graphs) | {"graphs": graphs, "graph": _ring(), "v": jnp.arange(8.0)}
+        names |= vars(graphs) | {"graphs": graphs, "graph": _ring()}
     return names | NEEDED.get(path, lambda normal: {})(normal)
 
 
@@ -112,6 +112,7 @@ NEEDED = {
         "graph": graphs.Graph.from_edges([(i, i + 1) for i in range(5)], num_nodes=6),
         "frequencies": normal(8, 64),
     },
+    "performer.graphs.features": lambda normal: {"v": jnp.arange(8.0)},
     "performer.graphs.gp": lambda normal: (
         {"K": _ring_kernel(), "seen": jnp.array([0, 3, 4]), "y": jnp.arange(3.0)}
     ),
