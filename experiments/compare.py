@@ -9,8 +9,8 @@
 initial parameters, order of the data and dropout in each of them. The runs are trained one after
 another, each as `vit.train` does on all devices, in `runs/SETTING/seedS`; programs are compiled
 once for all seeds of a setting. The folder receives `report.md`, `results` and `curves` (csv, png),
-`seeds.csv` and the runs. The same command resumes a stopped comparison; more seeds, couplings or
-values can be added.
+`seeds.csv`, `run.json` and the runs. The same command resumes a stopped comparison; more seeds,
+couplings or values can be added.
 
 On several hosts each runs the same command with --distributed. When all runs are trained, the same
 command on one host, without --distributed, writes the report.
@@ -180,7 +180,10 @@ def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[A
             raise ValueError(unknown("--grid", name, [f"config.{field}" for field in flat]))
         if field in grid or field in ("seed", "attention.kind", "attention.coupling"):
             raise ValueError(f"--grid {name}: give each field once; seeds and couplings have flags")
-        grid[field] = list(map(arguments.Parser(configs.TYPES[field]).parse, values.split(",")))
+        try:
+            grid[field] = list(map(arguments.Parser(configs.TYPES[field]).parse, values.split(",")))
+        except ValueError:
+            raise ValueError(f"--grid {text}: {configs.allowed(field)}") from None
     return grid
 
 

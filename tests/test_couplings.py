@@ -33,7 +33,7 @@ def draws_of(name):
 
 @cache
 def drawing(m, d):
-    """Of a key {name: (m antithetic rows, m rows, m / 2 rows)}."""
+    """Draws of a key {name: (m antithetic rows, m rows, m / 2 rows)}."""
 
     @jax.jit
     def draw(key):

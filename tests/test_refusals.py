@@ -1,4 +1,4 @@
-"""What `performer` refuses, with the value and the fix; of attention: `test_attention.py`."""
+"""Refusals of `performer`, with the value and the fix; of attention: `test_attention.py`."""
 
 import inspect
 from functools import partial as call

@@ -145,6 +145,8 @@ def main(
     """
     number, bad = 0, []
     devices.check_alone()
+    if top < 1:
+        raise ValueError(f"--top={top} must be at least 1")
     if csv and csv.exists():
         raise ValueError(f"--csv={csv} exists already: remove it or choose another name")
     found = pictures(paths)

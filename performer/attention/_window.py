@@ -173,7 +173,7 @@ def _next(
 
 
 def _over_devices(call: Call, keys: Keys) -> State:
-    """State of a sharded sequence, with the chunks of the neighbouring devices."""
+    """Rows of a sharded sequence, with the chunks of the neighbouring devices."""
     name, t, w = cast(str, call.plan.axis_name), call.query.shape[1], call.exact.exact_window
     sides = w, 0 if call.is_causal else w
     around = beside(extended(keys, *sides), *sides, name)
@@ -195,7 +195,7 @@ def exact_rows(
     allowed: Bool[Array, "#b #t #f"] | None = None,
     fading: Float[Array, "b t f k"] | None = None,
 ) -> State:
-    """State of all queries with a few keys, (b, f, k, .), or with their own, (b, t, f, k, .)."""
+    """Rows of all queries with a few keys, (b, f, k, .), or with their own, (b, t, f, k, .)."""
     of = "btskh" if keys.key.ndim == 5 else "bskh"
     logits = dot(f"btkgh,{of}->btkgs", query, keys.key, query.dtype) * scale
     # (b, f, k) -> (b, 1, k, 1, f)

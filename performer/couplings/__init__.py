@@ -102,7 +102,7 @@ class Padded(Value):
 
     @property
     def common_lengths(self) -> bool | None:
-        """That of the coupling before the cut."""
+        """Attribute of the coupling before the cut."""
         return common_lengths(self.coupling)
 
 
@@ -122,7 +122,7 @@ class Antithetic(Value):
 
     @property
     def common_lengths(self) -> bool | None:
-        """That of the coupling of each half."""
+        """Attribute of the coupling of each half."""
         return common_lengths(self.coupling)
 
 

@@ -215,6 +215,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+_BOOLS = {"true": True, "false": False}
 KINDS = {int: "integer", float: "number", str: "text", Path: "path", bool: "true or false"}
 
 COMMON = {
@@ -328,7 +329,7 @@ class Parser(flags.ArgumentParser):
         try:
             if not text and self.kind is Path:  # would be the current folder
                 raise ValueError
-            return {"true": True, "false": False}[text] if self.kind is bool else self.kind(text)
+            return _BOOLS[text.lower()] if self.kind is bool else self.kind(text)
         except (KeyError, ValueError):
             raise ValueError(f"{text!r} is no {KINDS[self.kind]}") from None
 

@@ -112,9 +112,9 @@ def versions() -> dict[str, str]:
 def record(out: Path, seconds: float) -> None:
     """Add the command to out/run.json; other commands that wrote to `out` stay.
 
-    A folder without tables gets none.
+    A folder without tables gets none. Of several processes the first one writes.
     """
-    if not any(out.glob("*.csv")):
+    if jax.process_index() or not any(out.glob("*.csv")):
         return
     spec = sys.modules["__main__"].__spec__
     program = ["-m", spec.name] if spec else [sys.argv[0]]
