@@ -14,7 +14,7 @@ from pathlib import Path
 from performer.choices import unknown
 
 _typed: list[str] = []
-"""Name of the console script as typed; empty without one."""
+"""The console script as typed, then its program; empty without one."""
 
 REST = """\
 The scripts of the papers' figures and tables are not installed: unpack the source distribution
@@ -32,9 +32,16 @@ def command(name: str, /, *words: str, **flags: object) -> str:
     Returns:
         "performer-vit train --workdir=runs/photos" or "python -m vit.train --workdir=runs/photos".
     """
-    program = [*_typed, name] if _typed else [sys.orig_argv[0], "-m", f"vit.{name}"]
+    program = [*_typed[:-1], name] if _typed else [sys.orig_argv[0], "-m", f"vit.{name}"]
     given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in flags.items()]
     return shlex.join([*program, *words, *given])
+
+
+def typed() -> str:
+    """Return the command line of this process, as it can be typed again."""
+    spec = sys.modules["__main__"].__spec__
+    program = _typed or ["python", *(["-m", spec.name] if spec else sys.argv[:1])]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def programs(*packages: str) -> dict[str, tuple[str, str]]:
@@ -64,7 +71,7 @@ def run(script: str, found: dict[str, tuple[str, str]], note: str = "") -> None:
         found: its programs, as returned by `programs`.
         note: text printed below the list and below the error of an unknown program.
     """
-    typed, *words = sys.argv
+    first, *words = sys.argv
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, found))
         print("\n".join(f"{script} {name:{width}}  {line}" for name, (_, line) in found.items()))
@@ -73,9 +80,9 @@ def run(script: str, found: dict[str, tuple[str, str]], note: str = "") -> None:
     name = words.pop(0)
     if name not in found:
         sys.exit(f"{unknown(f'command of {script}:', name, found)}\n{note}".rstrip())
-    is_given = shutil.which(script) == typed or typed.endswith(".py")  # a file by "python -m"
-    _typed[:] = script.split() if is_given else [typed]
-    sys.argv = [typed, *words]
+    is_given = shutil.which(script) == first or first.endswith(".py")  # a file by "python -m"
+    _typed[:] = [*(script.split() if is_given else [first]), name]
+    sys.argv = [first, *words]
     runpy.run_module(found[name][0], run_name="__main__", alter_sys=True)
 
 

@@ -6,8 +6,6 @@ import io
 import json
 import platform
 import re
-import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import jax
 from PIL import Image
 
+from vit.config import cli
 from vit.run import devices, files
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
@@ -116,10 +115,8 @@ def record(out: Path, seconds: float) -> None:
     """
     if jax.process_index() or not any(out.glob("*.csv")):
         return
-    spec = sys.modules["__main__"].__spec__
-    program = ["-m", spec.name] if spec else [sys.argv[0]]
     made = {
-        "command": shlex.join(["python", *program, *sys.argv[1:]]),
+        "command": cli.typed(),
         "date": datetime.date.today().isoformat(),
         "minutes": str(round(seconds / 60, 1)),
     }
