@@ -31,7 +31,7 @@ STYLE: Any = {
     **{"savefig.dpi": 160, "savefig.transparent": True, "text.parse_math": False},
 }
 """The style of all figures. The background is transparent: pages are light or dark."""
-BLUE, ORANGE, GREEN, PURPLE, PINK, RED, BROWN, OLIVE, TEAL = PALETTE = (
+PALETTE = (
     *("#3d85c6", "#e07b12", "#2f9e5b", "#9a6fd0", "#d95fa8", "#dc4a3d", "#a0673a", "#98971a"),
     "#18a0a8",
 )
