@@ -1,4 +1,4 @@
-"""Console scripts, and the commands that programs print.
+"""The console script, and the commands that programs print.
 
 `performer-vit` lists its programs; `performer-vit train ...` is `python -m vit.train ...`.
 """
@@ -15,10 +15,6 @@ from performer.choices import unknown
 
 _typed: list[str] = []
 """The console script as typed, then its program; empty without one."""
-
-REST = """\
-The scripts of the papers' figures and tables are not installed: unpack the source distribution
-of performer-jax and run them there by python -m experiments.NAME."""
 
 
 def command(name: str, /, *words: str, **flags: object) -> str:
@@ -44,42 +40,39 @@ def typed() -> str:
     return shlex.join([*program, *sys.argv[1:]])
 
 
-def programs(*packages: str) -> dict[str, tuple[str, str]]:
-    """Return the programs of packages: name -> module and first line of its docstring.
+def programs(package: str) -> dict[str, tuple[str, str]]:
+    """Return the programs of a package: name -> module and first line of its docstring.
 
     A program in a folder is named "folder.program"; `__main__` has the name of its folder.
     """
-    found = {}
-    for package in packages:
-        spec = find_spec(package)
-        for folder in (spec and spec.submodule_search_locations) or ():
-            for path in sorted(Path(folder).rglob("*.py")):
-                text = path.read_text()
-                if "\nif __name__ ==" in text:  # a program
-                    line = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
-                    parts = path.relative_to(folder).with_suffix("").parts
-                    name = ".".join(parts).removesuffix(".__main__")
-                    found.setdefault(name, (f"{package}.{name}", line))
+    found, spec = {}, find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in sorted(Path(folder).rglob("*.py")):
+            text = path.read_text()
+            if "\nif __name__ ==" in text:  # a program
+                line = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+                parts = path.relative_to(folder).with_suffix("").parts
+                name = ".".join(parts).removesuffix(".__main__")
+                found[name] = f"{package}.{name}", line
     return found
 
 
-def run(script: str, found: dict[str, tuple[str, str]], note: str = "") -> None:
+def run(script: str, found: dict[str, tuple[str, str]]) -> None:
     """Run the program named by the first argument, as `python -m` would; without one list them.
 
     Args:
         script: name of the console script.
         found: its programs, as returned by `programs`.
-        note: text printed below the list and below the error of an unknown program.
     """
     first, *words = sys.argv
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, found))
         print("\n".join(f"{script} {name:{width}}  {line}" for name, (_, line) in found.items()))
-        print(f"\n{script} NAME --help lists the flags of a program.\n{note}".rstrip())
+        print(f"\n{script} NAME --help lists the flags of a program.")
         return
     name = words.pop(0)
     if name not in found:
-        sys.exit(f"{unknown(f'command of {script}:', name, found)}\n{note}".rstrip())
+        sys.exit(unknown(f"command of {script}:", name, found))
     is_given = shutil.which(script) == first or first.endswith(".py")  # a file by "python -m"
     _typed[:] = [*(script.split() if is_given else [first]), name]
     sys.argv = [first, *words]
@@ -89,9 +82,3 @@ def run(script: str, found: dict[str, tuple[str, str]], note: str = "") -> None:
 def vit() -> None:
     """Run the console script `performer-vit`."""
     run("performer-vit", programs("vit") | {"compare": programs("experiments")["compare"]})
-
-
-def experiments() -> None:
-    """Run the console script `performer-experiments`."""
-    rest = "" if find_spec("experiments.graphs") else REST
-    run("performer-experiments", programs("experiments"), rest)
