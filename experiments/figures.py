@@ -1,7 +1,6 @@
 """Draw the committed figures again, each from the csv beside it.
 
     python -m experiments.figures
-    python -m experiments.figures --folders=graphs/kernels,tabular
 
 The options of a figure stand in `FIGURES` of the module that its run.json names. `OWN` has those of
 folders without a run.json, and of programs that are no longer in the tree.
@@ -9,7 +8,6 @@ folders without a run.json, and of programs that are no longer in the tree.
 
 import importlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import compare
@@ -88,15 +86,9 @@ def options(png: Path) -> harness.Row:
     return module.FIGURES[png.stem]
 
 
-def main(folders: Sequence[str] = ()) -> None:
-    """Draw the figures.
-
-    Args:
-        folders: below `experiments/results`; all by default.
-    """
-    for png in sorted(
-        path for folder in folders or [""] for path in (RESULTS / folder).rglob("*.png")
-    ):
+def main() -> None:
+    """Draw the figures."""
+    for png in sorted(RESULTS.rglob("*.png")):
         harness.figure(png.with_suffix(""), **options(png))
         print(png.relative_to(RESULTS))
 

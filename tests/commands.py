@@ -19,7 +19,7 @@ from vit import config as configs
 from vit.config import arguments, cli
 
 COMMAND = re.compile(
-    r"(?:python -m (vit|experiments|tests)\.|performer-(vit|experiments) )(\w+(?:\.\w+)*)"
+    r"(?:python -m (vit|experiments|tests)\.|performer-(vit) )(\w+(?:\.\w+)*)"
     r"((?: \\\n|[^\n`])*)"
 )
 SHARED = {

@@ -44,7 +44,7 @@ def two_classes(rows=400, d=4, name="banknote"):
     y = (np.arange(rows) % 5 < 2).astype(int)
     x = rng.normal(size=(rows, d))
     x[:, 0] += 5 * y
-    return tabular.Table(name, 5 + 2 * x, y, tuple("abcd"[:d]))
+    return tabular.Table(name, 5 + 2 * x, y)
 
 
 @pytest.mark.thorough

@@ -18,20 +18,21 @@ import sys
 print(__name__, sys.argv[1:])
 from vit.config import cli
 print(cli.command("next"))
+print(cli.typed())
 if __name__ == "__main__":
     print("runs")
 """
 
 
 @pytest.mark.parametrize(
-    ("script", "typed", "named"),
+    ("script", "typed", "again"),
     [
-        ("script", "bin/script", "bin/script next"),
-        ("python -m tools", "/folder/tools/__main__.py", "python -m tools next"),
+        ("script", "bin/script", "bin/script"),
+        ("python -m tools", "/folder/tools/__main__.py", "python -m tools"),
     ],
 )
 def test_the_program_runs_as_main_and_names_the_script(
-    tmp_path, monkeypatch, capsys, script, typed, named
+    tmp_path, monkeypatch, capsys, script, typed, again
 ):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "one.py").write_text(f'"""Does one thing.\n\nMore."""\n{PROGRAM}')
@@ -42,4 +43,5 @@ def test_the_program_runs_as_main_and_names_the_script(
     monkeypatch.setattr(cli, "_typed", [])
     monkeypatch.setattr(sys, "argv", [typed, "one", "--flag=3"])
     cli.run(script, found)
-    assert capsys.readouterr().out == f"__main__ ['--flag=3']\n{named}\nruns\n"
+    lines = ["__main__ ['--flag=3']", f"{again} next", f"{again} one --flag=3", "runs"]
+    assert capsys.readouterr().out.splitlines() == lines

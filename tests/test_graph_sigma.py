@@ -33,7 +33,8 @@ def test_figure_8(tmp_path, monkeypatch):
 def _ladder(number=0, nodes=12):
     graph = Graph.from_networkx(networkx.ladder_graph(nodes))
     values = np.cos(np.arange(2 * nodes) / 4)
-    return graph_gp.split(graph, np.arange(2 * nodes), values, count=5, number=number, walks=(2, 4))
+    task = graph_gp.split(graph, np.arange(2 * nodes), values, 5, number)
+    return task._replace(walks=(2, 4))
 
 
 @pytest.fixture

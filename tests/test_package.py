@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 import performer
-from vit.config import cli
 
 PACKAGES = ("experiments", "performer", "vit")
 
@@ -75,13 +74,8 @@ def test_the_scripts_find_programs_and_configs_from_any_folder(installed, tmp_pa
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "__init__.py").write_text("raise SystemExit('the wrong one')")
     _, environment = installed
-    for script, name in ("performer-vit", "train"), ("performer-experiments", "compare"):
-        assert f"{script} {name} " in run(script, cwd=tmp_path, env=environment)
-    done = subprocess.run(
-        ["performer-experiments", "graphs.gp"], env=environment, capture_output=True, text=True
-    )
-    assert "'graphs.gp'" in done.stderr
-    assert done.stderr.endswith(f"{cli.REST}\n")
+    listed = run("performer-vit", cwd=tmp_path, env=environment)
+    assert all(f"performer-vit {name} " in listed for name in ("train", "compare"))
     (tmp_path / "photos" / "cat").mkdir(parents=True)
     (tmp_path / "photos" / "cat" / "1.jpg").write_bytes(b"")
     for name, message in {

@@ -20,7 +20,6 @@ def rows(*columns):
 def test_reads_numbers(tmp_path):
     folder = write(tmp_path, "\ufeffa, b,y\r\n1, 2,0.5\r\n\r\n2,1e3 ,1.5\r\n")
     table = tabular.load("t", "regression", folder)
-    assert table.columns == ("a", "b")
     assert table.x.dtype == table.y.dtype == np.float64
     assert table.x.tolist() == [[1, 2], [2, 1000]]
     assert table.y.tolist() == [0.5, 1.5]
@@ -35,7 +34,6 @@ def test_text_is_one_hot_and_identifiers_go(tmp_path):
         range(n),
     )
     table = tabular.load("t", "regression", write(tmp_path, text))
-    assert table.columns[:4] == (*(f"nominal, value {i}" for i in range(3)), "doors, value 0")
     ranks = np.array([[2, 0], [0, 3], [1, 1], [0, 2]])
     expected = np.hstack([np.eye(3)[ranks[:, 0]], np.eye(4)[ranks[:, 1]]])
     assert table.x[:4].tolist() == expected.tolist()
@@ -88,10 +86,10 @@ def test_names_and_folders(tmp_path):
     (tmp_path / "uci_regression").mkdir()
     write(tmp_path / "uci_regression", GOOD, "concrete")
     write(tmp_path / "uci_regression", GOOD, "power")
-    write(tmp_path, GOOD.replace("a,", "q,"), "power")
+    write(tmp_path, GOOD.replace("1,2,", "9,2,"), "power")
     assert tabular.names([], "regression", tmp_path) == ["concrete", "power"]
     assert tabular.names(["power", "power"], "regression", tmp_path) == ["power"]
-    assert tabular.load("power", "regression", tmp_path).columns == ("q", "b")
+    assert tabular.load("power", "regression", tmp_path).x[0].tolist() == [9, 2]
     with pytest.raises(ValueError, match="did you mean 'concrete'.*in .*" + tmp_path.name):
         tabular.load("concret", "regression", tmp_path)
 
@@ -100,7 +98,7 @@ def a_table(rows=40, columns=3, classes=False):
     rng = np.random.default_rng(0)
     x = rng.normal(3.0, 5.0, size=(rows, columns))
     y = np.arange(rows) % 2 if classes else rng.normal(-7.0, 2.0, size=rows)
-    return tabular.Table("t", x, y, tuple("abcdefgh"[:columns]))
+    return tabular.Table("t", x, y)
 
 
 def raw_rows(table, part):

@@ -19,7 +19,7 @@ def splits():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(80, 4)) * [1, 5, 0.1, 2]
     y = np.sin(x[:, 0]) + 0.1 * rng.normal(size=80)
-    table = tabular.Table("toy", x, y, ("a", "b", "c", "d"))
+    table = tabular.Table("toy", x, y)
     return tabular.folds(table, 4, 30)
 
 

@@ -127,16 +127,16 @@ def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
     return said
 
 
-def power(effect: float, deviation: float, count: int, level: float = LEVEL) -> float:
+def power(effect: float, deviation: float, count: int) -> float:
     """Return the chance that a two-sided paired t-test over `count` seeds finds a difference."""
     freedom, shift = count - 1, effect / deviation * np.sqrt(count)
-    limit = stats.t.ppf(1 - level / 2, freedom)
+    limit = stats.t.ppf(1 - LEVEL / 2, freedom)
     missed = stats.nct.cdf(limit, freedom, shift) - stats.nct.cdf(-limit, freedom, shift)
     return float(1 - missed)
 
 
-def seeds_needed(effect: float, deviation: float, level: float = LEVEL, chance: float = 0.8) -> int:
-    """Return the fewest seeds (at least 2) that detect a difference with that chance.
+def seeds_needed(effect: float, deviation: float) -> int:
+    """Return the fewest seeds (at least 2) that detect a difference with a chance of 80%.
 
     Raises:
         ValueError: when the effect or the deviation is not positive.
@@ -144,4 +144,4 @@ def seeds_needed(effect: float, deviation: float, level: float = LEVEL, chance: 
     if not (effect > 0 and deviation > 0):
         raise ValueError(f"effect={effect} and deviation={deviation} must be positive")
     counts = range(2, 10**6)  # power grows with the count
-    return 2 + bisect_left(counts, chance, key=lambda n: power(effect, deviation, n, level))
+    return 2 + bisect_left(counts, 0.8, key=lambda n: power(effect, deviation, n))

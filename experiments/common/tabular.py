@@ -38,8 +38,6 @@ class Table(NamedTuple):
     """(n, d) float64, not scaled."""
     y: np.ndarray
     """(n,): float64 targets, or class numbers 0, 1, ... as integers."""
-    columns: tuple[str, ...]
-    """Names of the d columns."""
 
 
 class Split(NamedTuple):
@@ -92,9 +90,7 @@ def load(name: str, kind: Kind, data_dir: Path | None = None, nominal: bool = Fa
     if path is None:
         loaded = getattr(datasets, f"load_{name}")()
         varying = np.ptp(loaded.data, axis=0) > 0
-        columns = tuple(map(str, np.asarray(loaded.feature_names)[varying]))
-        target = loaded.target.astype(int if classes else np.float64)
-        return Table(name, loaded.data[:, varying], target, columns)
+        return Table(name, loaded.data[:, varying], loaded.target.astype(int if classes else float))
     with path.open(encoding="utf-8-sig", newline="") as file:
         header, *rows = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
     named = {column for column in header if column and _number(column) is None}
@@ -104,22 +100,20 @@ def load(name: str, kind: Kind, data_dir: Path | None = None, nominal: bool = Fa
             " have as many cells in each row"
         )
     *columns, target = zip(*rows, strict=True)
-    x = {}
+    x = []
     for column, cells in zip(header[:-1], columns, strict=True):
         where = f"column {column!r} of {path}"
         values, is_text = _column(where, cells, nominal)
         if is_text and values.max() + 1 > 0.9 * len(cells):
             logging.warning("%s is left out: an identifier, not a feature", where)
         elif is_text:
-            ranks = range(int(values.max()) + 1)
-            x |= {f"{column}, value {rank}": 1.0 * (values == rank) for rank in ranks}
+            x += [1.0 * (values == rank) for rank in range(int(values.max()) + 1)]
         else:
-            x[column] = values
+            x.append(values)
     y, is_text = _column(f"target {header[-1]!r} of {path}", target, classes)
     if is_text and not classes:
         raise ValueError(f"the last column of {path} is text: regression needs numbers")
-    y = y.astype(int if classes else np.float64)
-    return Table(name, np.stack(list(x.values()), axis=1), y, tuple(x))
+    return Table(name, np.stack(x, axis=1), y.astype(int if classes else np.float64))
 
 
 def folds(table: Table, count: int = 20, train: int = 512) -> Split:

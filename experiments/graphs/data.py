@@ -2,7 +2,7 @@
 
 A folder of data has `graphs/*.gml`, `meshes/*.stl` or `*.obj`, and `traffic_san_jose/*.npz`. Each
 file may be an npz instead, with the arrays that are read from it: of a graph `edges` (E, 2), every
-undirected edge once, `n_nodes`, and perhaps `weights` (E,); of a mesh `vertices` (V, 3), `faces`
+undirected edge once, and `n_nodes`; of a mesh `vertices` (V, 3), `faces`
 (F, 3), `edges` and `vertex_normals` (V, 3); of traffic those of a graph, `obs_nodes` and
 `obs_speed`. Nothing is unpickled.
 
@@ -34,13 +34,12 @@ BUNDLED = GENERATED | {"karate": networkx.karate_club_graph}
 """Graphs that need no folder of data."""
 
 
-def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> Graph:
+def load(name: str, data_dir: Path | None = None) -> Graph:
     """Read a graph by its name.
 
     Args:
         name: in `GENERATED`, or of a file; in `BUNDLED` without data_dir.
         data_dir: folder with a folder `graphs`.
-        weighted: whether to read the weights of the file; otherwise all are 1.
 
     Raises:
         ValueError: for a name that is not there, with the choices, and as `arrays`.
@@ -51,9 +50,7 @@ def load(name: str, data_dir: Path | None = None, *, weighted: bool = False) -> 
     if data_dir is None:
         raise ValueError(f"{choices.unknown('graph', name, made)}; files need --data_dir")
     parts = arrays(data_dir / "graphs" / f"{name}.npz", "edges", "n_nodes")
-    return Graph.from_edges(
-        parts["edges"], int(parts["n_nodes"]), parts.get("weights") if weighted else None
-    )
+    return Graph.from_edges(parts["edges"], int(parts["n_nodes"]))
 
 
 def chosen(names: Sequence[str], default: Sequence[str], data_dir: Path | None) -> dict[str, Graph]:
@@ -109,16 +106,10 @@ def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
     return Graph.from_edges(np.stack(shared.coords, axis=1), len(faces)), normals / areas
 
 
-def traffic(
-    path: Path, *, weighted: bool = True
-) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """Read the graph of roads, the nodes with a sensor, and the speeds there in mph.
-
-    Each road has its weight in the file, or 1 if not `weighted`.
-    """
-    parts = arrays(path, "edges", "n_nodes", "weights", "obs_nodes", "obs_speed")
-    weights = parts["weights"] if weighted else None
-    graph = Graph.from_edges(parts["edges"], int(parts["n_nodes"]), weights)
+def traffic(path: Path) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    """Read the graph of roads, the nodes with a sensor, and the speeds there in mph."""
+    parts = arrays(path, "edges", "n_nodes", "obs_nodes", "obs_speed")
+    graph = Graph.from_edges(parts["edges"], int(parts["n_nodes"]))
     return graph, parts["obs_nodes"], parts["obs_speed"]
 
 
@@ -126,14 +117,12 @@ Arrays = dict[str, np.ndarray]
 
 
 def gml(path: Path) -> Arrays:
-    """Read a graph by networkx: `weights` where the edges have values that differ, no loops."""
+    """Read a graph by networkx, without its loops."""
     found = networkx.Graph(networkx.read_gml(path, label="id"))
     found.remove_edges_from(list(networkx.selfloop_edges(found)))
-    weight = "value" if networkx.get_edge_attributes(found, "value") else "weight"
-    matrix = networkx.to_scipy_sparse_array(found, weight=weight, format="csr")
+    matrix = networkx.to_scipy_sparse_array(found, weight=None, format="csr")
     upper = scipy.sparse.triu(matrix, format="csr").tocoo()
-    parts = {"edges": np.stack(upper.coords, axis=1), "n_nodes": np.asarray(len(found))}
-    return parts | ({"weights": upper.data} if np.ptp(upper.data) else {})
+    return {"edges": np.stack(upper.coords, axis=1), "n_nodes": np.asarray(len(found))}
 
 
 def triangles(path: Path) -> Arrays:

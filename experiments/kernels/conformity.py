@@ -63,9 +63,9 @@ def figure_4(out: Path) -> None:
     harness.show(rows, out, FIGURES)
 
 
-def pair_lengths(name: str, d: int = 6, draws: int = 20_000) -> np.ndarray:
-    """Sample |w_i + w_j|, (draws,)."""
-    W = testing.samples(couplings.get(name), 2, d, draws)
+def pair_lengths(name: str) -> np.ndarray:
+    """Sample |w_i + w_j| in 6 dimensions, (20000,)."""
+    W = testing.samples(couplings.get(name), 2, 6, 20_000)
     return np.linalg.norm(W[:, 0] + W[:, 1], axis=-1)
 
 
@@ -100,10 +100,10 @@ def figure_5(out: Path) -> None:
     harness.show(rows, out, FIGURES)
 
 
-def mse(name: str, v: np.ndarray, d: int = 64) -> np.ndarray:
-    """Return the mean squared error of d frequencies at |x + y| = v, from theory."""
-    x = np.multiply.outer(v, np.eye(d)[0] / 2)
-    return np.asarray(theory.kernel_mse(name, x, x, d))
+def mse(name: str, v: np.ndarray) -> np.ndarray:
+    """Return the mean squared error of d = 64 frequencies at |x + y| = v, from theory."""
+    x = np.multiply.outer(v, np.eye(64)[0] / 2)
+    return np.asarray(theory.kernel_mse(name, x, x, 64))
 
 
 def curves(rows: list[harness.Row]) -> list[harness.Row]:

@@ -32,6 +32,8 @@ from performer.typing import Coupling
 
 SMOOTHING, EVERY = 0.98, 10
 """The running mean of the losses in the figure, and every how many steps it has a point."""
+TRAIN_DRAWS = 8
+"""Draws in each training step."""
 FIGURES: harness.Figures = {
     "figure_6": dict(
         x="step",
@@ -50,7 +52,6 @@ def of_scheme(
     splits: tabular.Split,
     *,
     num_steps: int,
-    train_draws: int,
     draws: int,
 ) -> tuple[list[dict], np.ndarray]:
     """Learn the copula for one kind of features; return rows and training losses."""
@@ -73,7 +74,7 @@ def of_scheme(
 
     optimizer = optax.adam(optax.cosine_decay_schedule(0.1, num_steps))
     options: Any = dict(num_features=m, coupling=build, optimizer=optimizer)
-    options |= dict(num_draws=train_draws, num_steps=num_steps)
+    options |= dict(num_draws=TRAIN_DRAWS, num_steps=num_steps)
     start = jax.random.normal(jax.random.key(0), (d * (d - 1) // 2,))
     learn = jax.jit(lambda start: copula.learn(jax.random.key(2), train, start, **options))
     theta, losses = learn(start)
@@ -111,7 +112,6 @@ def main(
     data_sets: Sequence[str] = (),
     points: int = 512,
     steps: int = 1000,
-    train_draws: int = 8,
     draws: int = 1000,
     out: Path = Path("results/tabular/copula"),
 ) -> None:
@@ -119,14 +119,12 @@ def main(
 
     Args:
         steps: training steps.
-        train_draws: draws in each step.
         draws: for the table.
     """
     rows, curves = [], []
-    numbers = dict(num_steps=steps, train_draws=train_draws, draws=draws)
     for name, splits in uci.tables(data_sets, data_dir, 20, points):
         for scheme in uci.SCHEMES:
-            lines, losses = of_scheme(name, scheme, splits, **numbers)
+            lines, losses = of_scheme(name, scheme, splits, num_steps=steps, draws=draws)
             curves += curve(lines, losses)
             rows += lines
     harness.show(rows, out / "copula")

@@ -1,4 +1,4 @@
-"""Console scripts, and the commands that programs print.
+"""The console script, and the commands that programs print.
 
 `performer-vit` lists its programs; `performer-vit train ...` is `python -m vit.train ...`.
 """
@@ -14,11 +14,7 @@ from pathlib import Path
 from performer.choices import unknown
 
 _typed: list[str] = []
-"""Name of the console script as typed; empty without one."""
-
-REST = """\
-The scripts of the papers' figures and tables are not installed: unpack the source distribution
-of performer-jax and run them there by python -m experiments.NAME."""
+"""The console script as typed, then its program; empty without one."""
 
 
 def command(name: str, /, *words: str, **flags: object) -> str:
@@ -32,59 +28,57 @@ def command(name: str, /, *words: str, **flags: object) -> str:
     Returns:
         "performer-vit train --workdir=runs/photos" or "python -m vit.train --workdir=runs/photos".
     """
-    program = [*_typed, name] if _typed else [sys.orig_argv[0], "-m", f"vit.{name}"]
+    program = [*_typed[:-1], name] if _typed else [sys.orig_argv[0], "-m", f"vit.{name}"]
     given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in flags.items()]
     return shlex.join([*program, *words, *given])
 
 
-def programs(*packages: str) -> dict[str, tuple[str, str]]:
-    """Return the programs of packages: name -> module and first line of its docstring.
+def typed() -> str:
+    """Return the command line of this process, as it can be typed again."""
+    spec = sys.modules["__main__"].__spec__
+    program = _typed or ["python", *(["-m", spec.name] if spec else sys.argv[:1])]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
+def programs(package: str) -> dict[str, tuple[str, str]]:
+    """Return the programs of a package: name -> module and first line of its docstring.
 
     A program in a folder is named "folder.program"; `__main__` has the name of its folder.
     """
-    found = {}
-    for package in packages:
-        spec = find_spec(package)
-        for folder in (spec and spec.submodule_search_locations) or ():
-            for path in sorted(Path(folder).rglob("*.py")):
-                text = path.read_text()
-                if "\nif __name__ ==" in text:  # a program
-                    line = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
-                    parts = path.relative_to(folder).with_suffix("").parts
-                    name = ".".join(parts).removesuffix(".__main__")
-                    found.setdefault(name, (f"{package}.{name}", line))
+    found, spec = {}, find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in sorted(Path(folder).rglob("*.py")):
+            text = path.read_text()
+            if "\nif __name__ ==" in text:  # a program
+                line = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+                parts = path.relative_to(folder).with_suffix("").parts
+                name = ".".join(parts).removesuffix(".__main__")
+                found[name] = f"{package}.{name}", line
     return found
 
 
-def run(script: str, found: dict[str, tuple[str, str]], note: str = "") -> None:
+def run(script: str, found: dict[str, tuple[str, str]]) -> None:
     """Run the program named by the first argument, as `python -m` would; without one list them.
 
     Args:
         script: name of the console script.
         found: its programs, as returned by `programs`.
-        note: text printed below the list and below the error of an unknown program.
     """
-    typed, *words = sys.argv
+    first, *words = sys.argv
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, found))
         print("\n".join(f"{script} {name:{width}}  {line}" for name, (_, line) in found.items()))
-        print(f"\n{script} NAME --help lists the flags of a program.\n{note}".rstrip())
+        print(f"\n{script} NAME --help lists the flags of a program.")
         return
     name = words.pop(0)
     if name not in found:
-        sys.exit(f"{unknown(f'command of {script}:', name, found)}\n{note}".rstrip())
-    is_given = shutil.which(script) == typed or typed.endswith(".py")  # a file by "python -m"
-    _typed[:] = script.split() if is_given else [typed]
-    sys.argv = [typed, *words]
+        sys.exit(unknown(f"command of {script}:", name, found))
+    is_given = shutil.which(script) == first or first.endswith(".py")  # a file by "python -m"
+    _typed[:] = [*(script.split() if is_given else [first]), name]
+    sys.argv = [first, *words]
     runpy.run_module(found[name][0], run_name="__main__", alter_sys=True)
 
 
 def vit() -> None:
     """Run the console script `performer-vit`."""
     run("performer-vit", programs("vit") | {"compare": programs("experiments")["compare"]})
-
-
-def experiments() -> None:
-    """Run the console script `performer-experiments`."""
-    rest = "" if find_spec("experiments.graphs") else REST
-    run("performer-experiments", programs("experiments"), rest)

@@ -70,7 +70,7 @@ def tally(model: ViT, batches: Iterable[Batch], num_classes: int) -> Tally:
     return Tally(confusion, top5)
 
 
-def write(counted: Tally, names: Sequence[str], folder: Path, worst: int = 10) -> str:
+def write(counted: Tally, names: Sequence[str], folder: Path) -> str:
     """Write `classes.csv`, `classes.md` and `confusion.csv`; accuracies are NaN without images.
 
     Returns:
@@ -91,7 +91,7 @@ def write(counted: Tally, names: Sequence[str], folder: Path, worst: int = 10) -
     )
     wrong = confusion - np.diag(right)
     seen = sorted((row for row in rows if row[2]), key=lambda row: row[3])
-    for number, name, count, *shares in seen[:worst]:
+    for number, name, count, *shares in seen[:10]:
         taken_for = f"; most often taken for {names[int(np.argmax(wrong[number]))]}"
         text += f"\n  {number:5d} {name}: top-1 {shares[0]:.4f}, top-5 {shares[1]:.4f} of {count}"
         text += taken_for * bool(wrong[number].any())

@@ -6,8 +6,6 @@ import io
 import json
 import platform
 import re
-import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import jax
 from PIL import Image
 
+from vit.config import cli
 from vit.run import devices, files
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
@@ -32,7 +31,7 @@ STYLE: Any = {
     **{"savefig.dpi": 160, "savefig.transparent": True, "text.parse_math": False},
 }
 """The style of all figures. The background is transparent: pages are light or dark."""
-BLUE, ORANGE, GREEN, PURPLE, PINK, RED, BROWN, OLIVE, TEAL = PALETTE = (
+PALETTE = (
     *("#3d85c6", "#e07b12", "#2f9e5b", "#9a6fd0", "#d95fa8", "#dc4a3d", "#a0673a", "#98971a"),
     "#18a0a8",
 )
@@ -116,10 +115,8 @@ def record(out: Path, seconds: float) -> None:
     """
     if jax.process_index() or not any(out.glob("*.csv")):
         return
-    spec = sys.modules["__main__"].__spec__
-    program = ["-m", spec.name] if spec else [sys.argv[0]]
     made = {
-        "command": shlex.join(["python", *program, *sys.argv[1:]]),
+        "command": cli.typed(),
         "date": datetime.date.today().isoformat(),
         "minutes": str(round(seconds / 60, 1)),
     }

@@ -25,7 +25,6 @@ from vit import config as configs
 from vit import data
 from vit.run import devices, runs
 from vit.run.steps import parameters
-from vit.task import Task
 
 KNOWN = {
     "digits": (1_437, 360, 10, 1),
@@ -124,7 +123,6 @@ def plan(
     config: configs.Config,
     topology: str = "",
     dataset: data.Dataset | None = None,
-    task: Task | None = None,
 ) -> Plan:
     """Compile the training and the evaluation step of a run and return their cost.
 
@@ -132,7 +130,6 @@ def plan(
         config: config of the run.
         topology: as above; "" for the present devices.
         dataset: data set; only its sizes and a blank example are read. None for the config's.
-        task: task; None for image classification.
 
     Raises:
         ValueError: as `vit.run.loop.train`, or for a config that does not fit the topology.
@@ -140,7 +137,7 @@ def plan(
     there = absent(topology) if topology else jax.devices()
     configs.validate(config)
     mesh = devices.mesh(config, there)
-    dataset, task = runs.subject(config, dataset, task)
+    dataset, task = runs.subject(config, dataset)
     steps_per_epoch, num_steps = runs.length(config, dataset)
     program = runs.program(config, dataset, task, mesh)
     batch, masked = (runs.abstract_batch(dataset, config, mesh, mask=m) for m in (False, True))
