@@ -6,7 +6,9 @@ step is that of `vit.train`, gradients and optimiser included, as it is compiled
 at each number of tokens the kinds of attention take turns, in one process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +27,6 @@ KINDS = {
 }
 KERNEL = config.Attention(num_features=M, implementation="pallas")
 """Also timed on a GPU or TPU, as "performer, kernel"."""
-PATCHES = (16, 8, 4)
 BATCHES = {16: 128, 8: 32, 4: 8}
 """Pictures of a step on a GPU or TPU, by the pixels of a patch."""
 FIGURES: harness.Figures = {
@@ -38,13 +39,15 @@ FIGURES: harness.Figures = {
 }
 
 
-def measured(pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
+def measured(patches: Sequence[int], pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
     """Time each number of tokens with each kind of attention."""
     rows, on_cpu = [], jax.default_backend() == "cpu"
     kinds = KINDS if on_cpu else KINDS | {"performer, kernel": KERNEL}
-    for patch in PATCHES:
+    for patch in patches:
         batch = 1 if on_cpu else BATCHES[patch]
-        programs = {name: step(kind, patch, pixels, batch) for name, kind in kinds.items()}
+        with ThreadPoolExecutor() as pool:  # compiled side by side
+            build = partial(step, patch=patch, pixels=pixels, batch_size=batch)
+            programs = dict(zip(kinds, pool.map(build, kinds.values()), strict=True))
         best = timing.race({name: call for name, (call, _) in programs.items()}, repeats)
         for name, (_, memory) in programs.items():
             row = {

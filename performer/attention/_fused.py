@@ -32,8 +32,9 @@ MODULES = {"tpu": "performer.attention._tpu", "cuda": "performer.attention._gpu"
 INTERPRET = ""
 """Platform whose kernels are interpreted, for tests without one: slow."""
 
-LARGEST = 2**14
-"""Largest product of num_features and head_dim, or the width of the value, on a GPU."""
+LARGEST = 2**13
+"""Largest product of num_features and head_dim, or the width of the value, on a GPU: shared memory
+of an A100."""
 MEMORY = 15 * 2**20
 """Bytes of the core's memory for a step of a kernel; the compiler allows 16 MiB."""
 LARGE = "a head_dim, width of value and num_features so large together"
@@ -75,7 +76,7 @@ def with_kernels(
 
 ON_GPU = (
     "this call on a GPU, where it takes bfloat16, with head_dim, width of value and num_features"
-    " powers of two, of products up to 16,384"
+    " powers of two, of products up to 8,192"
 )
 
 

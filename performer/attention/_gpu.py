@@ -35,7 +35,7 @@ f32 = jnp.float32
 PROGRAMS = 264
 """Programs that fill a GPU: two for each of the 132 multiprocessors of an H100 or H200."""
 BLOCK = 64
-"""Tokens of a step; those of the causal backward pass are half as long. Spans are multiples."""
+"""Tokens of a step, or twice as many as that has. The length of a span is a multiple."""
 STEPS = 4
 """Least steps of a span."""
 
@@ -273,7 +273,8 @@ def _queries_backward(x, state, gradient, grads, sums, *, scale, lengths, block,
 
 
 def _keys_backward(x, c, sums, grads, *, scale, lengths, block, span):
-    from_keys(x, c[...], *get(sums), grads, here(lengths[1], span, block), scale)
+    ds, dz = get(sums)
+    from_keys(x, c[...], ds, dz, grads, here(lengths[1], span, block), scale)
 
 
 def _causal(x, before, output, *, scale, lengths, block, span):
@@ -351,17 +352,17 @@ def _causal_keys_backward(x, maxima, logs, gradient, sums, grads, *, scale, leng
 
 
 SCHEDULE = {
-    _forward: (BLOCK, 4, 3),
+    _forward: (BLOCK, 4, 2),
     _keys: (BLOCK, 4, 3),
     _queries: (BLOCK, 4, 3),
-    _backward: (BLOCK, 4, 2),
-    _queries_backward: (BLOCK, 4, 2),
+    _backward: (BLOCK // 2, 4, 2),
+    _queries_backward: (BLOCK // 2, 4, 3),
     _keys_backward: (BLOCK, 4, 2),
-    _causal: (BLOCK, 8, 2),
+    _causal: (BLOCK // 2, 4, 2),
     _causal_queries_backward: (BLOCK // 2, 8, 2),
-    _causal_keys_backward: (BLOCK // 2, 8, 2),
+    _causal_keys_backward: (BLOCK // 2, 8, 3),
 }
-"""Tokens of a step, warps of a program and stages of its pipeline; the fastest on an H200."""
+"""Tokens of a step, warps of a program and stages of its pipeline: the fastest tried on an H200."""
 
 
 def here(length: int, span: int, block: int) -> Tokens:
@@ -452,7 +453,8 @@ def states(x: Operands, settings: Kernel, lengths) -> State:
     """The states of the spans of keys, (b, n, spans, ...)."""
     (b, s, n, width), m = x.value.shape, x.w_key.shape[1]
     count, span = spans(s, b * n)
-    outs = State(*(Out((b, n, count, *shape), f32) for shape in ((m,), (m,), (m, width))))
+    arrays: Any = [Out((b, n, count, *shape), f32) for shape in ((m,), (m,), (m, width))]
+    outs = State(*arrays)
     keys = operands(x._replace(query=None, w_query=None))
     return call(_keys, settings, lengths, (keys,), (pieces(outs, "states"),), span)[0]
 
@@ -475,9 +477,7 @@ def forward(x: Arguments, settings: Kernel, residuals: bool):
     return run(_queries, ins=ins, outs=(output,), span=spans(t, b * n)[1])[0], state
 
 
-def backward(
-    x: Arguments, state: State | None, gradient: Array, settings: Kernel, wanted
-) -> Arguments:
+def backward(x: Arguments, state: Any, gradient: Array, settings: Kernel, wanted) -> Arguments:
     """Gradients of queries, keys and values; those of the rest are not `wanted`."""
     del wanted
     y, pull = jax.vjp(partial(with_all_heads, scale=settings.scale), x)
@@ -530,15 +530,16 @@ def with_all_heads(x: Arguments, scale: float) -> Operands:
         return y if y.shape[axis] == n else jnp.repeat(y, n // y.shape[axis], axis)
 
     # The root of the scale is in W, rounded once, as without kernels.
-    w = [(y * scale**0.5).astype(dtype) for y in (x.w_query, x.w_key)]
-    return Operands(
-        x.query,
-        *(repeated(y, 2) for y in (keys.key, keys.value)),
-        *(repeated(y.reshape(-1, *y.shape[-2:]), 0) for y in w),
-        None if bias is None else repeated(bias.reshape(-1, bias.shape[-1]), 0),
-        # (b, s, n) -> (b, n, s)
-        None if keys.log_weights is None else repeated(keys.log_weights, 2).transpose(0, 2, 1),
+    w_query, w_key = (
+        repeated((y * scale**0.5).astype(dtype).reshape(-1, *y.shape[-2:]), 0)
+        for y in (x.w_query, x.w_key)
     )
+    bias = None if bias is None else repeated(bias.reshape(-1, bias.shape[-1]), 0)
+    weights = keys.log_weights
+    if weights is not None:
+        weights = repeated(weights, 2).transpose(0, 2, 1)  # (b, s, n) -> (b, n, s)
+    key, value = repeated(keys.key, 2), repeated(keys.value, 2)
+    return Operands(x.query, key, value, w_query, w_key, bias, weights)
 
 
 def total(states: State) -> State:
