@@ -1,7 +1,6 @@
 """Tables of results and of the README name their source, and their numbers stand in its csv.
 
-Below a table stands "Data:" with its csv files, "Test:" with the test that measures its numbers, or
-"No csv:" with the reason.
+Below a table stands "Data:" with its csv files, or "Test:" with the test that measures its numbers.
 """
 
 import csv
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PAGES = [Path("README.md"), *sorted(Path("docs/results").glob("*.md"))]
-TABLE = re.compile(r"((?:^\|.*\n)+)\n?((?:Data|Test|No csv): .*(?:\n.+)*)?", re.MULTILINE)
+TABLE = re.compile(r"((?:^\|.*\n)+)\n?((?:Data|Test): .*(?:\n.+)*)?", re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+|\d*\.?\d+)(?:e-?\d+)?%?(?!\w)")
 PRINTED_PAPER = re.compile(r"\(paper[^)]*\)|\([\d., ±−-]*\)|`[^`]*`|\[[^]]*\]\([^)]*\)")
 COMMAND = re.compile(r"python -m [\w.]+|commit [0-9a-f]{7}")
@@ -84,5 +83,5 @@ def test_tables_name_what_makes_them(page):
         for table, source in TABLE.findall(section):
             head = table.splitlines()[0]
             if list(measured(table)) and "verdict" not in head:
-                assert source, f"{head}: no Data, Test or No csv below it"
+                assert source, f"{head}: no Data or Test below it"
                 assert not source.startswith("Data") or COMMAND.search(first + section), head
