@@ -14,8 +14,9 @@ whose numbers mean nothing. With --lengths, values against float64, then times b
 tokens beside exact and cuDNN's attention, for the first ten minutes on a device:
 `experiments.speed.lengths`.
 
-`vit`: a training step of a ViT-Ti with softmax, random features, and these with an exact window, at
-197, 785 and 3137 tokens: `experiments.speed.vit`. With --quick at 17, 65 and 257.
+`vit`: a training step of a ViT-Ti, on a GPU or TPU ViT-B, with softmax, random features, and these
+with an exact window, at 197, 785 and 3137 tokens: `experiments.speed.vit`. With --quick at 17, 65
+and 257.
 
 Tables and figures go to --out.
 """
@@ -84,6 +85,7 @@ def main(
     quick: bool = False,
     lengths: Sequence[int] = (),
     minutes: float = 9.0,
+    patches: Sequence[int] = (16, 8, 4),
     out: Path = Path("results/benchmark"),
 ) -> None:
     """Print the tables.
@@ -93,6 +95,7 @@ def main(
         quick: attention and vit at a part of the length, as a trial run.
         lengths: numbers of tokens for attention, instead of its tables.
         minutes: with --lengths, time after which nothing is begun; the same command goes on.
+        patches: pixels of a patch of the ViT; 224 / patch squared plus one are its tokens.
     """
     print(timing.hardware() + "\n")
     if quick and what in ("attention", "vit"):
@@ -106,7 +109,8 @@ def main(
     elif what == "attention":
         of_attention(quick, out)
     else:
-        harness.show(vit.measured(64, 2) if quick else vit.measured(), out / "vit", vit.FIGURES)
+        rows = vit.measured(patches, *((64, 2) if quick else ()))
+        harness.show(rows, out / "vit", vit.FIGURES)
 
 
 if __name__ == "__main__":

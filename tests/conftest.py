@@ -91,7 +91,7 @@ def _one_device():
     """What takes all devices takes the first of the eight; see `eight_devices`."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("devices", "local_devices"):
-            patch.setattr(jax, name, lambda *args, f=ALL_DEVICES[name]: f(*args)[:1])
+            patch.setattr(jax, name, lambda *args, f=ALL_DEVICES[name], **by: f(*args, **by)[:1])
         patch.setattr(jax, "device_count", lambda *_: 1)
         yield
 

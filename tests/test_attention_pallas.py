@@ -1,6 +1,6 @@
-"""The kernels for TPU: interpreted, against float64; lowered; compiled, where libtpu is there.
+"""The kernels for TPU and GPU: interpreted, against float64; lowered; compiled, with libtpu.
 
-None of this has run on a TPU.
+The kernels for TPU have not run on one.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from performer import calibration, performer_attention
-from performer.attention import _fused, _sizes
+from performer.attention import _fused, _gpu, _sizes
 from tests import attention_inputs, oracles
 from tests.attention_inputs import close, far_apart
 from tests.small import PATIENCE
@@ -29,7 +29,7 @@ PALLAS = "pallas"
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setattr(_fused, "INTERPRET", True)
+    monkeypatch.setattr(_fused, "INTERPRET", "tpu")
 
 
 @pytest.fixture
@@ -56,8 +56,10 @@ def distance(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-def test_values_against_the_oracle():
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_values_against_the_oracle(platform, monkeypatch):
     """Grouped heads, masked keys, weights of the features; a length that is no block's."""
+    monkeypatch.setattr(_fused, "INTERPRET", platform)
     args, rng = inputs(20, 30), np.random.default_rng(1)
     log_weights = rng.standard_normal((2, 30, 2)).astype(np.float32)
     options = dict(key_log_weights=log_weights, weights=jnp.arange(32.0))
@@ -115,9 +117,46 @@ def test_gradients(is_causal, dtype, two_blocks):
         assert distance(x, y) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(
+    ("is_causal", "spans", "dtype"),
+    tiers(
+        [
+            (True, 3, jnp.bfloat16),
+            (False, 3, jnp.bfloat16),
+            (True, 1, np.float32),
+            (True, 3, np.float32),
+            (False, 1, np.float32),
+            (False, 3, np.float32),
+        ],
+        2,
+    ),
+)
+def test_gradients_on_a_gpu(is_causal, spans, dtype, monkeypatch):
+    """Of queries, keys and values, in programs for all tokens or for spans; keys may be absent."""
+    monkeypatch.setattr(_fused, "INTERPRET", "cuda")
+    monkeypatch.setattr(_gpu, "PROGRAMS", 4 * spans)
+    monkeypatch.setattr(_gpu, "STEPS", 1)
+    t, s = (150, 150) if is_causal else (140, 150)
+    *tokens, frequencies = inputs(t, s, n=2, k=1, m=16, v=16, dtype=dtype)
+    lengths = jnp.array([s, 77])
+    fitted = calibration.calibrate(*tokens[:2], method="shift+scale")
+    gradient = jnp.asarray(np.random.default_rng(3).standard_normal((2, t, 2, 16)), dtype)
+
+    def function(*tokens, **options):
+        options |= dict(calibration=fitted, key_value_seq_lengths=lengths, is_causal=is_causal)
+        return performer_attention(*tokens, frequencies, **options)
+
+    got = gradients(partial(function, implementation=PALLAS), *tokens, gradient=gradient)
+    want = gradients(function, *tokens, gradient=gradient)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert distance(x, y) < TOLERANCE[dtype]
+
+
 @pytest.mark.thorough
-def test_lost_rows_are_those_without_the_kernel(monkeypatch):
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_lost_rows_are_those_without_the_kernel(platform, monkeypatch):
     """Long keys, opposite to their queries, after longer ones: `_sweep` says which count then."""
+    monkeypatch.setattr(_fused, "INTERPRET", platform)
     monkeypatch.setattr(_sizes, "chunk_and_block", lambda *_: (128, 256))
     query, key, value, frequencies = (
         jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 0 if x.ndim == 4 else 4), (0, -x.shape[-1] % 16)])
@@ -159,11 +198,13 @@ def test_unsupported_calls_are_computed_without_it(named, options):
 
 def test_other_platforms_compute_without_it(monkeypatch):
     """On a CPU, with gradients and a warning."""
-    monkeypatch.setattr(_fused, "INTERPRET", False)
+    monkeypatch.setattr(_fused, "INTERPRET", "")
     _fused.warn.cache_clear()
     args = inputs(20, 20)
     loss = lambda *x, **options: jnp.sum(performer_attention(*x, **options) ** 2)  # noqa: E731
-    with pytest.warns(UserWarning, match="'pallas' is for programs compiled for a TPU: those for"):
+    with pytest.warns(
+        UserWarning, match="'pallas' is for programs compiled for a TPU or GPU: those"
+    ):
         got = jax.grad(loss, (0, 1, 2, 3))(*args, implementation=PALLAS)
     for x, y in zip(got, jax.grad(loss, (0, 1, 2, 3))(*args), strict=True):
         close(x, y, 1e-6)
@@ -173,7 +214,7 @@ def test_other_platforms_compute_without_it(monkeypatch):
 @pytest.mark.parametrize(("is_causal", "dtype"), [(False, np.float32), (True, jnp.bfloat16)])
 def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
     """Without one: a program with one kernel each way and no exponential of XLA's."""
-    monkeypatch.setattr(_fused, "INTERPRET", False)
+    monkeypatch.setattr(_fused, "INTERPRET", "")
     shape = jax.ShapeDtypeStruct((2, 200, 4, 64), dtype)
     args = shape, shape, shape, jax.ShapeDtypeStruct((4, 128, 64), jnp.float32)
 
@@ -186,6 +227,31 @@ def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
         text = jax.export.export(function, platforms=[platform])(*args).mlir_module()
         assert text.count("@tpu_custom_call") == kernels
         assert ("stablehlo.exponential" in text) == (kernels == 0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lowers_for_gpu(is_causal, monkeypatch):
+    """Without one: a kernel each way at least; in float32 none, and a warning."""
+    monkeypatch.setattr(_fused, "INTERPRET", "")
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+
+    def lowered(dtype):
+        shape = jax.ShapeDtypeStruct((2, 200, 4, 64), dtype)
+        args = shape, shape, shape, jax.ShapeDtypeStruct((4, 128, 64), jnp.float32)
+
+        def loss(*args):
+            output = performer_attention(*args, is_causal=is_causal, implementation=PALLAS)
+            return jnp.sum(output.astype(jnp.float32) ** 2)
+
+        with jax.sharding.use_abstract_mesh(mesh):
+            trace = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*args)
+            return trace.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert lowered(jnp.bfloat16).count("xla.gpu.triton") >= 2
+    _fused.warn.cache_clear()
+    with pytest.warns(UserWarning, match="this call on a GPU, where it takes bfloat16"):
+        assert "triton" not in lowered(jnp.float32)
 
 
 COMPILE = """

@@ -345,7 +345,7 @@ def legend(drawn: Any, axes: Any) -> None:
     }
     if len(shown) > 1:
         letters = max(map(len, shown)) + 6
-        columns = max(1, min(len(shown), int(17 * drawn.get_figwidth() / letters)))
+        columns = max(1, min(len(shown), int(14 * drawn.get_figwidth() / letters)))
         drawn.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns)
 
 

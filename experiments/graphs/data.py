@@ -120,7 +120,8 @@ def gml(path: Path) -> Arrays:
     """Read a graph by networkx, without its loops."""
     found = networkx.Graph(networkx.read_gml(path, label="id"))
     found.remove_edges_from(list(networkx.selfloop_edges(found)))
-    matrix = networkx.to_scipy_sparse_array(found, weight=None, format="csr")
+    none: Any = None  # every edge counts once
+    matrix = networkx.to_scipy_sparse_array(found, weight=none, format="csr")
     upper = scipy.sparse.triu(matrix, format="csr").tocoo()
     return {"edges": np.stack(upper.coords, axis=1), "n_nodes": np.asarray(len(found))}
 

@@ -1,11 +1,14 @@
 """Cost of a training step of a ViT by the number of tokens: time and memory.
 
-Size Ti, one picture of 224 pixels in patches of 16, 8 and 4: 197, 785 and 3137 tokens, class token
-included. The step is that of `vit.train`, gradients and optimiser included, as it is compiled for
-this machine; at each number of tokens the kinds of attention take turns, in one process.
+Pictures of 224 pixels in patches of 16, 8 and 4: 197, 785 and 3137 tokens, class token included. On
+a CPU one picture and size Ti; on a GPU or TPU `BATCHES` of pictures and size B in bfloat16. The
+step is that of `vit.train`, gradients and optimiser included, as it is compiled for this machine;
+at each number of tokens the kinds of attention take turns, in one process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +25,10 @@ KINDS = {
     "performer": config.Attention(num_features=M),
     f"performer, window {WINDOW}": config.Attention(num_features=M, exact_window=WINDOW),
 }
-PATCHES = (16, 8, 4)
+KERNEL = config.Attention(num_features=M, implementation="pallas")
+"""Also timed on a GPU or TPU, as "performer, kernel"."""
+BATCHES = {16: 128, 8: 32, 4: 8}
+"""Pictures of a step on a GPU or TPU, by the pixels of a patch."""
 FIGURES: harness.Figures = {
     "vit": dict(
         x="tokens",
@@ -33,15 +39,20 @@ FIGURES: harness.Figures = {
 }
 
 
-def measured(pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
+def measured(patches: Sequence[int], pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
     """Time each number of tokens with each kind of attention."""
-    rows = []
-    for patch in PATCHES:
-        programs = {name: step(kind, patch, pixels) for name, kind in KINDS.items()}
+    rows, on_cpu = [], jax.default_backend() == "cpu"
+    kinds = KINDS if on_cpu else KINDS | {"performer, kernel": KERNEL}
+    for patch in patches:
+        batch = 1 if on_cpu else BATCHES[patch]
+        with ThreadPoolExecutor() as pool:  # compiled side by side
+            build = partial(step, patch=patch, pixels=pixels, batch_size=batch)
+            programs = dict(zip(kinds, pool.map(build, kinds.values()), strict=True))
         best = timing.race({name: call for name, (call, _) in programs.items()}, repeats)
         for name, (_, memory) in programs.items():
             row = {
                 "tokens": (pixels // patch) ** 2 + 1,
+                "pictures": batch,
                 "attention": name,
                 "step, ms": 1e3 * best[name].wall,
                 "CPU time, ms": 1e3 * best[name].cpu,
@@ -53,17 +64,21 @@ def measured(pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
     return rows
 
 
-def step(attention: config.Attention, patch: int, pixels: int) -> tuple[Callable[[], Any], int]:
+def step(
+    attention: config.Attention, patch: int, pixels: int, batch_size: int
+) -> tuple[Callable[[], Any], int]:
     """Compile a step; return a call that makes one after another, and the bytes it needs."""
+    variant, dtype = ("Ti", "float32") if jax.default_backend() == "cpu" else ("B", "bfloat16")
     settings = config.Config(
-        model=config.Model(f"Ti/{patch}"),
+        model=config.Model(f"{variant}/{patch}", dtype=dtype),
         attention=attention,
-        data=config.Data(image_size=pixels, batch_size=1),
+        data=config.Data(image_size=pixels, batch_size=batch_size),
     )
     mesh, task = devices.mesh(settings, jax.devices()[:1]), classification.task(1000, 3)
     program = steps.build(settings, task, 1000, mesh)
-    image = np.random.default_rng(0).integers(0, 256, (1, pixels, pixels, 3), dtype=np.uint8)
-    arrays = {"image": image, "label": np.zeros(1, np.int32)}
+    shape = batch_size, pixels, pixels, 3
+    image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    arrays = {"image": image, "label": np.zeros(batch_size, np.int32)}
     batch = devices.put(mesh, arrays)
     compiled = program.train.lower(program.abstract, batch).compile()
     state = program.initial()

@@ -63,14 +63,16 @@ class Estimate:
 
 
 class Kernel(NamedTuple):
-    """Static options of the kernels for TPU."""
+    """Static options of the kernels for TPU and GPU."""
 
     scale: float
     is_causal: bool
     heads: int
-    """Key heads of a block."""
+    """Key heads of a block, on a TPU."""
     block: int
-    """Tokens of a block."""
+    """Tokens of a block, on a TPU."""
+    platform: str
+    """"tpu" or "cuda"."""
     interpret: bool = False
 
 
@@ -87,7 +89,7 @@ class Plan:
     block: Size = 0
     """Tokens whose features exist at a time."""
     kernel: Kernel | None = None
-    """Options of the kernels for TPU; None computes without them."""
+    """Options of the kernels; None computes without them."""
 
 
 def with_one_batch_axis(tokens: Tokens) -> Tokens:

@@ -1,14 +1,15 @@
-"""The kernels for TPU as an implementation of `performer_attention`.
+"""The kernels for TPU and GPU as an implementation of `performer_attention`.
 
-Only a program compiled for a TPU has the kernels of `_pallas`, forward and backward. The platform
-is unknown while a function is traced: `jax.lax.platform_dependent` chooses, inside one
-`jax.custom_vjp`.
+A program compiled for a TPU has the kernels of `_tpu`, one for an NVIDIA GPU those of `_gpu`,
+forward and backward. A traced function may be compiled for another platform than that of this
+process: `jax.lax.platform_dependent` chooses, inside one `jax.custom_vjp`.
 """
 
 import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
 from typing import Any, cast
 
 import jax
@@ -26,9 +27,14 @@ from performer.attention._sizes import LANES, ROWS
 from performer.attention.state import varying
 from performer.typing import Window
 
-INTERPRET = False
-"""Interpret kernels, for tests without a TPU: slow."""
+MODULES = {"tpu": "performer.attention._tpu", "cuda": "performer.attention._gpu"}
+"""Kernels by platform; they are slow to import."""
+INTERPRET = ""
+"""Platform whose kernels are interpreted, for tests without one: slow."""
 
+LARGEST = 2**13
+"""Largest product of num_features and head_dim, or the width of the value, on a GPU: shared memory
+of an A100."""
 MEMORY = 15 * 2**20
 """Bytes of the core's memory for a step of a kernel; the compiler allows 16 MiB."""
 LARGE = "a head_dim, width of value and num_features so large together"
@@ -43,10 +49,10 @@ Reported by the compiler for TPU v5e for the backward passes, rounded up."""
 class Wanted:
     """Requested gradients, beside those of queries, keys and values."""
 
-    w_query: bool
-    w_key: bool
-    feature_bias: bool
-    log_weights: bool
+    w_query: bool = False
+    w_key: bool = False
+    feature_bias: bool = False
+    log_weights: bool = False
 
 
 def with_kernels(
@@ -54,16 +60,32 @@ def with_kernels(
 ) -> Plan:
     """The plan with the kernels if they support the call; else unchanged, with a warning."""
     streams |= plan.axis_name is not None
-    reason, sizes = _refused(tokens, estimate, exact, pairs, streams), None
-    if reason is None:
-        sizes = heads_and_block(tokens, estimate, pairs.is_causal)
-    if sizes is None:
+    reason, here = _refused(tokens, estimate, exact, pairs, streams), _sizes.platform()
+    platform = INTERPRET or {"gpu": "cuda"}.get(here, "tpu")
+    sizes = heads_and_block(tokens, estimate, pairs.is_causal) if reason is None else None
+    if reason is None and platform == "cuda":
+        sizes, reason = (0, 0), None if fits_gpu(tokens, estimate) else ON_GPU
+    if reason is not None or sizes is None:
         warn(f"does not support {reason or LARGE}: attention is computed without the kernel")
         return plan
-    if _sizes.platform() != "tpu" and not INTERPRET:
-        warn(f"is for programs compiled for a TPU: those for {_sizes.platform()} have no kernel")
-    settings = Kernel(estimate.scale, pairs.is_causal, *sizes, INTERPRET)
+    if here not in ("tpu", "gpu") and not INTERPRET:
+        warn(f"is for programs compiled for a TPU or GPU: those for {here} have no kernel")
+    settings = Kernel(estimate.scale, pairs.is_causal, *sizes, platform, bool(INTERPRET))
     return dataclasses.replace(plan, kernel=settings)
+
+
+ON_GPU = (
+    "this call on a GPU, where it takes bfloat16, with head_dim, width of value and num_features"
+    " powers of two, of products up to 8,192"
+)
+
+
+def fits_gpu(tokens: Tokens, estimate: Estimate) -> bool:
+    """True if the kernels for GPU support these dtypes and sizes."""
+    widths = tokens.query.shape[-1], tokens.value.shape[-1]
+    m, dtype = estimate.frequencies.shape[-2], tokens.query.dtype
+    powers = all(x & (x - 1) == 0 for x in (*widths, m))
+    return powers and m * max(widths) <= LARGEST and (dtype == jnp.bfloat16 or INTERPRET == "cuda")
 
 
 def _refused(
@@ -125,7 +147,7 @@ def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tupl
 def attention(
     x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
 ) -> Float[Array, "b t n v"]:
-    """Attention by the kernels on a TPU, by `ordinary` elsewhere.
+    """Attention by the kernels on their platforms, by `ordinary` elsewhere.
 
     Compilers do not shard kernels: each device of the mesh in context has a part of the batch.
     """
@@ -146,19 +168,24 @@ def attention(
 
 def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel) -> Array:
     """Attention on one device."""
-    by_platform = partial(_by_platform, interpret=settings.interpret)
+    kernels: Any = import_module(MODULES[settings.platform])
     x = varying(x)
+
+    def by_platform(kernel: Callable, otherwise: Callable, *args):
+        if settings.interpret:
+            return kernel(*args)
+        return jax.lax.platform_dependent(*args, **{settings.platform: kernel}, default=otherwise)
 
     @jax.custom_vjp
     def run(x):
-        return by_platform(lambda x: _forward(x, settings, residuals=False)[0], ordinary, x)
+        return by_platform(lambda x: kernels.forward(x, settings, False)[0], ordinary, x)
 
     def forward(primals):
         x, perturbed = (
             jax.tree.map(lambda p, name=name: getattr(p, name), primals)
             for name in ("value", "perturbed")
         )
-        kernel = partial(_forward, settings=settings, residuals=True)
+        kernel = partial(kernels.forward, settings=settings, residuals=True)
 
         def otherwise(x):
             _, rest = jax.eval_shape(kernel, x)
@@ -171,57 +198,14 @@ def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
 
     def backward(saved, gradient):
         x, rest, wanted = saved
-        kernel = partial(_backward, settings=settings, wanted=wanted)
+        kernel = partial(kernels.backward, settings=settings, wanted=wanted)
 
         def otherwise(x, rest, gradient):
             return jax.vjp(ordinary, x)[1](gradient)[0]
 
+        if settings.platform == "cuda" and wanted != Wanted():  # its kernels have no others
+            kernel = otherwise
         return (by_platform(kernel, otherwise, x, rest, gradient),)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(x)
-
-
-def _by_platform(kernel: Callable, otherwise: Callable, *args, interpret: bool):
-    if interpret:
-        return kernel(*args)
-    return jax.lax.platform_dependent(*args, tpu=kernel, default=otherwise)
-
-
-def _operands(x: Arguments, scale: float):
-    """Operands in the layout of the kernels: tokens last, with an axis of key heads."""
-    from performer.attention._pallas import Operands  # slow to import
-
-    (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.w_query.shape[-2:], x.query.dtype
-    # (b, t, n, h) -> (b, n, h, t)
-    query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
-    # The root of the scale is in W, rounded once, as without kernels.
-    w_query, w_key = (
-        jnp.broadcast_to((y * scale**0.5).astype(dtype), (k, m, h)) for y in (x.w_query, x.w_key)
-    )
-    feature_bias, log_weights = x.feature_bias, x.keys.log_weights
-    if feature_bias is not None:
-        feature_bias = jnp.broadcast_to(feature_bias, (k, m))[..., None]
-    if log_weights is not None:
-        log_weights = jnp.broadcast_to(log_weights, (b, s, k)).transpose(0, 2, 1)[:, :, None]
-    return Operands(query, key, value, w_query, w_key, feature_bias, log_weights)
-
-
-def _forward(x: Arguments, settings: Kernel, residuals: bool):
-    from performer.attention import _pallas
-
-    output, *rest = _pallas.forward(_operands(x, settings.scale), settings, residuals)
-    return output.transpose(0, 3, 1, 2), rest  # (b, n, v, t) -> (b, t, n, v)
-
-
-def _backward(x: Arguments, rest, gradient: Array, settings: Kernel, wanted: Wanted) -> Arguments:
-    from performer.attention import _pallas
-
-    operands, pull = jax.vjp(partial(_operands, scale=settings.scale), x)
-    gradient = gradient.transpose(0, 2, 3, 1)  # (b, n, v, t)
-    grads = _pallas.backward(operands, settings, wanted, *rest, gradient=gradient)
-    grads = (
-        None if y is None else jnp.zeros_like(y) if dy is None else dy.astype(y.dtype)
-        for y, dy in zip(operands, grads, strict=True)
-    )
-    return pull(type(operands)(*grads))[0]

@@ -86,19 +86,20 @@ def performer_attention(
         direct   all features at once, and the whole kernel matrix if causal
         blocked  block by block
         robust   blocked, and accurate for queries and keys of any norm
-        pallas   a kernel for TPU; features never leave the core's memory
+        pallas   kernels for TPU and NVIDIA GPUs; features never leave the chip
 
     Causal and packed rows of `direct` and `blocked` are wrong, without a warning, for long queries
     and keys: from norms of about 10, after the factor sqrt(scale), if all keys that a query sees
     are opposite to it, from 35 if they are orthogonal. To detect this, compare with `robust`: only
     there the results differ by more than rounding.
 
-    `pallas` runs forward and backward, compiled but not yet run on a TPU. It supports positive
-    features with the exact stabilizer, masks, lengths, log-weights, calibration and grouped heads,
-    in float32 or bfloat16, for h, v and m that 16 divides, and first reverse-mode gradients. Other
-    calls and platforms are computed without it, with one warning. Several devices share the batch
-    if the mesh is in context (`jax.set_mesh`, axes of type Auto) and its size divides the batch;
-    else use `jax.shard_map`. `jax.export` requires a single platform.
+    `pallas` runs forward and backward; measured on an H200, compiled but not yet run on a TPU. It
+    supports positive features with the exact stabilizer, masks, lengths, log-weights, calibration
+    and grouped heads, and first reverse-mode gradients: on a TPU in float32 or bfloat16 for h, v
+    and m that 16 divides, on a GPU in bfloat16 for powers of two with h m and v m up to 8,192.
+    Other calls and platforms are computed without it, with one warning. Several devices share the
+    batch if the mesh is in context (`jax.set_mesh`, axes of type Auto) and its size divides the
+    batch; else use `jax.shard_map`. `jax.export` requires a single platform.
 
     Args:
         query: (b, t, n, h), with any number of batch axes; float32, bfloat16, float16 or float64,

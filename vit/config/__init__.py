@@ -183,7 +183,7 @@ class Attention:
         walks, learned for each head (`vit.model.grid`); "alibi" is e^(-slope |i - j|) in row-major
         order, slopes 2^(-8/n), ..., 2^-8 of n heads (Press et al. 2022).""",
     )
-    implementation: str = _choice("xla pallas", "pallas: TPU kernels (compiled, not yet run).")
+    implementation: str = _choice("xla pallas", "pallas: kernels for GPU, and TPU (not yet run).")
     exact_window: int = _count(
         0,
         """Tokens of a chunk; 0 disables the window. A query attends exactly to its own chunk, to

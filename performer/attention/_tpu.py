@@ -53,6 +53,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from performer.attention._checks import Kernel
+from performer.attention._maps import Arguments
 from performer.attention._sizes import LANES, ROWS
 from performer.attention._sweep import LAST, LOST, TINY
 from performer.attention.state import finite
@@ -460,7 +461,7 @@ def call(kernel, settings: Kernel, lengths, ins, outs, scratch=(), backwards: bo
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary" if sums else "parallel", "arbitrary")
         ),
-        interpret=settings.interpret,
+        interpret=bool(settings.interpret),
     )(*ins[0])
 
 
@@ -574,13 +575,37 @@ def backward_of_chunks(x: Operands, settings: Kernel, wanted, logs, states, grad
     return call(_causal_backward, settings, (t, t), ins, outs, scratch, backwards=True)[0]
 
 
-def forward(x: Operands, settings: Kernel, residuals: bool):
-    """The output (b, n, v, t), and the residuals of the backward pass."""
+def forward(x: Arguments, settings: Kernel, residuals: bool):
+    """The output (b, t, n, v), and the residuals of the backward pass."""
     run = forward_of_chunks if settings.is_causal else forward_of_blocks
-    return run(x, settings, residuals)
+    output, *rest = run(tokens_last(x, settings.scale), settings, residuals)
+    return output.transpose(0, 3, 1, 2), rest  # (b, n, v, t) -> (b, t, n, v)
 
 
-def backward(x: Operands, settings: Kernel, wanted, logs, states, gradient: Array) -> Operands:
-    """Gradients of the operands, None if not wanted."""
+def backward(x: Arguments, rest, gradient: Array, settings: Kernel, wanted) -> Arguments:
+    """Gradients of the arguments; 0 if not wanted."""
     run = backward_of_chunks if settings.is_causal else backward_of_blocks
-    return run(x, settings, wanted, logs, states, gradient)
+    y, pull = jax.vjp(partial(tokens_last, scale=settings.scale), x)
+    gradient = gradient.transpose(0, 2, 3, 1)  # (b, n, v, t)
+    grads = (
+        None if y is None else jnp.zeros_like(y) if dy is None else dy.astype(y.dtype)
+        for y, dy in zip(y, run(y, settings, wanted, *rest, gradient=gradient), strict=True)
+    )
+    return pull(Operands(*grads))[0]
+
+
+def tokens_last(x: Arguments, scale: float) -> Operands:
+    """Operands in the layout of the kernels: tokens last, with an axis of key heads."""
+    (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.w_query.shape[-2:], x.query.dtype
+    # (b, t, n, h) -> (b, n, h, t)
+    query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
+    # The root of the scale is in W, rounded once, as without kernels.
+    w_query, w_key = (
+        jnp.broadcast_to((y * scale**0.5).astype(dtype), (k, m, h)) for y in (x.w_query, x.w_key)
+    )
+    feature_bias, log_weights = x.feature_bias, x.keys.log_weights
+    if feature_bias is not None:
+        feature_bias = jnp.broadcast_to(feature_bias, (k, m))[..., None]
+    if log_weights is not None:
+        log_weights = jnp.broadcast_to(log_weights, (b, s, k)).transpose(0, 2, 1)[:, :, None]
+    return Operands(query, key, value, w_query, w_key, feature_bias, log_weights)

@@ -1,0 +1,577 @@
+"""Attention in kernels for NVIDIA GPUs (Pallas on Triton): features never leave the chip.
+
+The sums are those of `_tpu`, with its symbols. Tokens are rows and stay where they are in memory,
+(b, t, n, h): a program has one head of one batch entry.
+
+Bidirectional: if the heads alone fill the GPU, a program folds all keys, then looks up all queries;
+its backward pass folds the keys again. Else tokens are divided into spans, a program each: the
+states of the spans of keys are combined, and each span of queries reads their sum.
+
+Causal: a program goes through the chunks of a span, with the state in registers, from the state of
+the spans before it. The backward pass has two kernels: one goes forwards for the gradients of
+queries, L, a and the maxima c before each chunk, one backwards for those of keys and values.
+
+Triton is the back end: it compiles for Ampere and Hopper, by JAX 0.10 and 0.11, and is interpreted
+on a CPU. JAX 0.11 deprecates it in favour of Mosaic GPU, which needs Hopper or newer.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from performer.attention._checks import Kernel
+from performer.attention._maps import Arguments
+from performer.attention._sweep import LAST, LOST, TINY
+from performer.attention.state import State, combine, finite
+
+Out = jax.ShapeDtypeStruct
+f32 = jnp.float32
+PROGRAMS = 264
+"""Programs that fill a GPU: two for each of the 132 multiprocessors of an H100 or H200."""
+BLOCK = 64
+"""Tokens of a step, or twice as many as that has. The length of a span is a multiple."""
+STEPS = 4
+"""Least steps of a span."""
+
+
+class Operands(NamedTuple):
+    """Arrays of a call, or references of a program; None for none.
+
+    query (b, t, n, h), key (b, s, n, h), value (b, s, n, v), W_q and W_k (n, m, h), log-weights of
+    features (n, m) and of keys (b, n, s).
+    """
+
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    w_query: Any = None
+    w_key: Any = None
+    feature_bias: Any = None
+    log_weights: Any = None
+
+
+class Tokens(NamedTuple):
+    """The tokens of a program, in steps of `block`."""
+
+    count: Any
+    block: int
+
+    def real(self, i) -> Array:
+        """Mask of the i-th step: its tokens up to the last."""
+        return i * self.block + jnp.arange(self.block) < self.count
+
+    def read(self, ref, i) -> Array:
+        """The rows, or numbers, of the i-th step; 0 past the last token."""
+        at, mask = pl.ds(i * self.block, self.block), self.real(i)
+        if len(ref.shape) == 1:
+            return plt.load(ref.at[at], mask=mask, other=0.0)
+        mask = jnp.broadcast_to(mask[:, None], (self.block, ref.shape[1]))
+        return plt.load(ref.at[at, :], mask=mask, other=0.0)
+
+    def write(self, ref, i, value: Array) -> None:
+        """Write the rows, or numbers, of the i-th step, up to the last token."""
+        at, mask = pl.ds(i * self.block, self.block), self.real(i)
+        if len(ref.shape) == 1:
+            plt.store(ref.at[at], value.astype(ref.dtype), mask=mask)
+        else:
+            mask = jnp.broadcast_to(mask[:, None], value.shape)
+            plt.store(ref.at[at, :], value.astype(ref.dtype), mask=mask)
+
+    def each(self, step: Callable, carry: Any = 0) -> Any:
+        """Do all steps in order."""
+        return jax.lax.fori_loop(0, self.steps, step, carry)
+
+    @property
+    def steps(self):
+        return (self.count + self.block - 1) // self.block
+
+
+def dot(left: Array, right: Array) -> Array:
+    """A product of matrices, summed in float32."""
+    precision = None if left.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    return jnp.dot(left, right, precision=precision, preferred_element_type=f32)
+
+
+def fine(left: Array, right: Array) -> Array:
+    """The product of an operand with float32, which in bfloat16 is two operands."""
+    high = right.astype(left.dtype)
+    product = dot(left, high)
+    if left.dtype == jnp.bfloat16:
+        product += dot(left, (right - high.astype(f32)).astype(left.dtype))
+    return product
+
+
+def token_exponents(x: Operands, key: Array, i, keys: Tokens, scale: float) -> Float[Array, " s"]:
+    """What the exponents l of a key share; -inf past the last key."""
+    out = -scale / 2 * jnp.sum(key.astype(f32) ** 2, axis=1)
+    if x.log_weights is not None:
+        out += keys.read(x.log_weights, i)
+    return jnp.where(keys.real(i), out, -jnp.inf)
+
+
+def key_exponents(x: Operands, key: Array, shared: Array) -> Float[Array, "m s"]:
+    """l, a column for each key."""
+    out = dot(x.w_key[...], key.T) + shared[None]
+    return out if x.feature_bias is None else out + x.feature_bias[...][:, None]
+
+
+def no_keys(x: Operands) -> State:
+    m, width = x.w_key.shape[0], x.value.shape[1]
+    return State(jnp.full(m, -jnp.inf, f32), jnp.zeros(m, f32), jnp.zeros((m, width), f32))
+
+
+def fold(state: State, exponents: Float[Array, "m s"], value: Float[Array, "s v"]) -> State:
+    """The state after these keys."""
+    c = jnp.maximum(state.maximum, jnp.max(exponents, axis=1))
+    earlier = jnp.exp(state.maximum - finite(c))
+    f = jnp.exp(exponents - finite(c)[:, None]).astype(value.dtype)
+    s = state.normaliser * earlier + jnp.sum(f.astype(f32), axis=1)
+    return State(c, s, state.numerator * earlier[:, None] + dot(f, value))
+
+
+def fold_keys(x: Operands, keys: Tokens, scale: float) -> State:
+    """The state of all keys of the program."""
+
+    def step(i, state):
+        key = keys.read(x.key, i)
+        exponents = key_exponents(x, key, token_exponents(x, key, i, keys, scale))
+        return fold(state, exponents, keys.read(x.value, i))
+
+    return keys.each(step, no_keys(x))
+
+
+def look_up(x: Operands, state: State, output, queries: Tokens) -> None:
+    """Write the output of all queries of the program."""
+    c, s, z = state
+    z = z.astype(output.dtype)
+
+    def step(i, _):
+        exponents = dot(queries.read(x.query, i), x.w_query[...].T) + c[None]
+        largest = finite(jnp.max(exponents, axis=1))
+        e = jnp.exp(exponents - largest[:, None]).astype(z.dtype)
+        d = jnp.sum(e.astype(f32) * s[None], axis=1)
+        queries.write(output, i, dot(e, z) / jnp.where(d == 0, 1.0, d)[:, None])
+        return _
+
+    queries.each(step)
+
+
+def from_queries(x: Operands, state: State, gradient, grads: Operands, queries: Tokens):
+    """Write the gradients of all queries of the program; return ds and dz."""
+    c, s, z = state
+
+    def step(i, sums):
+        ds, dz = sums
+        query, g = queries.read(x.query, i), queries.read(gradient, i)
+        exponents = dot(query, x.w_query[...].T) + c[None]
+        p = jnp.exp(exponents - finite(jnp.max(exponents, axis=1))[:, None])
+        d = jnp.sum(p * s[None], axis=1)
+        p = p / jnp.where(d == 0, 1.0, d)[:, None]
+        u = fine(g, z.T)
+        a = jnp.sum(p * u, axis=1)
+        dx = p * (u - s[None] * a[:, None])
+        queries.write(grads.query, i, dot(dx.astype(query.dtype), x.w_query[...]))
+        # Past the last query g and a are 0.
+        return ds - jnp.sum(p * a[:, None], axis=0), dz + dot(p.T.astype(g.dtype), g)
+
+    return queries.each(step, (jnp.zeros_like(s), jnp.zeros_like(z)))
+
+
+def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Tokens, scale: float) -> None:
+    """Write the gradients of all keys and values of the program."""
+
+    def step(i, _):
+        key, value = keys.read(x.key, i), keys.read(x.value, i)
+        exponents = dot(key, x.w_key[...].T)  # (s, m)
+        exponents += token_exponents(x, key, i, keys, scale)[:, None]
+        if x.feature_bias is not None:
+            exponents += x.feature_bias[...][None]
+        f = jnp.exp(exponents - finite(c)[None])
+        dl = f * (fine(value, dz.T) + ds[None])
+        write_key(x, i, key, dl, grads, keys, scale)
+        keys.write(grads.value, i, dot(f.astype(value.dtype), dz.astype(value.dtype)))
+        return _
+
+    keys.each(step)
+
+
+def write_key(x: Operands, i, key, dl: Float[Array, "s m"], grads, keys: Tokens, scale) -> None:
+    """Write the gradient of keys from that of their exponents."""
+    dk = dot(dl.astype(key.dtype), x.w_key[...])
+    dk -= scale * key.astype(f32) * jnp.sum(dl, axis=1)[:, None]
+    keys.write(grads.key, i, dk)
+
+
+class Chunk(NamedTuple):
+    """A causal chunk and its pairs."""
+
+    query: Float[Array, "t h"]
+    key: Float[Array, "s h"]
+    value: Float[Array, "s v"]
+    y: Float[Array, "t m"]
+    exponents: Float[Array, "m s"]
+    A: Float[Array, "m s"]
+    B: Float[Array, "t m"]
+    near: Float[Array, "t s"]
+    """e^{M - F}, but for a factor of each query: that of the weights."""
+    weights: Float[Array, "t s"]
+    """(K + TINY) times `near`; those of a query sum to 1."""
+    maximum: Float[Array, " t"]
+    """The weights are relative to e^maximum; -inf without keys."""
+
+
+def chunk(x: Operands, i, tokens: Tokens, scale: float) -> Chunk:
+    """The i-th chunk, stabilised as in `_sweep`."""
+    query, key, value = (tokens.read(ref, i) for ref in (x.query, x.key, x.value))
+    exponents = key_exponents(x, key, token_exponents(x, key, i, tokens, scale))
+    y, dtype = dot(query, x.w_query[...].T), query.dtype
+    mu, nu = jnp.max(exponents, axis=0), jnp.max(y, axis=1)
+    A = jnp.exp(exponents - finite(mu)[None]).astype(dtype)
+    B = jnp.exp(y - nu[:, None]).astype(dtype)
+    t, s = (jax.lax.broadcasted_iota(jnp.int32, (tokens.block,) * 2, axis) for axis in (0, 1))
+    M = jnp.where(s <= t, mu[None], -jnp.inf)
+    largest = jnp.max(M, axis=1)
+    near = jnp.exp(M - finite(largest)[:, None])
+    weights = (dot(B, A) + TINY) * near
+    total = jnp.sum(weights, axis=1)
+    lost = (total < LOST) & (largest > -jnp.inf)
+    total = jnp.where(total == 0, 1.0, total)
+    maximum = jnp.where(lost, LAST, nu + largest + jnp.log(total))
+    near, weights = near / total[:, None], weights / total[:, None]
+    return Chunk(query, key, value, y, exponents, A, B, near, weights, maximum)
+
+
+def _forward(x, output, *, scale, lengths, block):
+    queries, keys = (Tokens(length, block) for length in lengths)
+    look_up(x, fold_keys(x, keys, scale), output, queries)
+
+
+def _keys(x, out, *, scale, lengths, block, span):
+    put(out, fold_keys(x, here(lengths[1], span, block), scale))
+
+
+def _queries(x, state, output, *, scale, lengths, block, span):
+    look_up(x, get(state), output, here(lengths[0], span, block))
+
+
+def _backward(x, gradient, grads, *, scale, lengths, block):
+    queries, keys = (Tokens(length, block) for length in lengths)
+    state = fold_keys(x, keys, scale)
+    ds, dz = from_queries(x, state, gradient, grads, queries)
+    from_keys(x, state.maximum, ds, dz, grads, keys, scale)
+
+
+def _queries_backward(x, state, gradient, grads, sums, *, scale, lengths, block, span):
+    queries = here(lengths[0], span, block)
+    put(sums, from_queries(x, get(state), gradient, grads, queries))
+
+
+def _keys_backward(x, c, sums, grads, *, scale, lengths, block, span):
+    ds, dz = get(sums)
+    from_keys(x, c[...], ds, dz, grads, here(lengths[1], span, block), scale)
+
+
+def _causal(x, before, output, *, scale, lengths, block, span):
+    tokens, dtype = here(lengths[0], span, block), output.dtype
+
+    def step(i, state):
+        c, s, z = state
+        y = chunk(x, i, tokens, scale)
+        exponents = y.y + c[None]
+        largest = finite(jnp.maximum(jnp.max(exponents, axis=1), y.maximum))
+        e = jnp.exp(exponents - largest[:, None]).astype(dtype)
+        near = (y.weights * jnp.exp(y.maximum - largest)[:, None]).astype(dtype)
+        d = jnp.sum(e.astype(f32) * s[None], axis=1) + jnp.sum(near.astype(f32), axis=1)
+        out = dot(e, z.astype(dtype)) + dot(near, y.value)
+        tokens.write(output, i, out / jnp.where(d == 0, 1.0, d)[:, None])
+        return fold(state, y.exponents, y.value)
+
+    tokens.each(step, no_keys(x) if before is None else get(before))
+
+
+def _causal_queries_backward(
+    x, before, gradient, grads, logs, maxima, sums, *, scale, lengths, block, span
+):
+    tokens = here(lengths[0], span, block)
+    first = no_keys(x) if before is None else get(before)
+
+    def step(i, carry):
+        state, ds, dz = carry
+        c, s, z = state
+        maxima[i] = c
+        y, g = chunk(x, i, tokens, scale), tokens.read(gradient, i)
+        dtype, exponents = g.dtype, y.y + c[None]
+        largest = finite(jnp.maximum(jnp.max(exponents, axis=1), y.maximum))
+        p, share = jnp.exp(exponents - largest[:, None]), jnp.exp(y.maximum - largest)
+        d = jnp.sum(p * s[None], axis=1) + share
+        inverse = 1 / jnp.where(d == 0, 1.0, d)
+        p, share = p * inverse[:, None], share * inverse
+        u, r = fine(g, z.T), dot(g, y.value.T)
+        a = jnp.sum(p * u, axis=1) + jnp.sum(y.weights * r, axis=1) * share
+        D = (y.near * share[:, None] * (r - a[:, None])).astype(dtype)
+        dy = p * (u - s[None] * a[:, None]) + y.B.astype(f32) * dot(D, y.A.T)
+        tokens.write(grads.query, i, dot(dy.astype(dtype), x.w_query[...]))
+        L = jnp.where(d == 0, jnp.inf, largest + jnp.log(d))
+        put(logs, (L, a), lambda ref, value: tokens.write(ref, i, value))
+        p = p * jnp.exp(first.maximum - finite(c))[None]  # relative to c before the span
+        ds, dz = ds - jnp.sum(p * a[:, None], axis=0), dz + dot(p.T.astype(dtype), g)
+        return fold(state, y.exponents, y.value), ds, dz
+
+    nothing = jnp.zeros_like(first.normaliser), jnp.zeros_like(first.numerator)
+    put(sums, tokens.each(step, (first, *nothing))[1:])
+
+
+def _causal_keys_backward(x, maxima, logs, gradient, sums, grads, *, scale, lengths, block, span):
+    tokens = here(lengths[0], span, block)
+    last = tokens.steps - 1
+
+    def step(i, sums):
+        i, (ds, dz) = last - i, sums
+        c, y, g = maxima[i], chunk(x, i, tokens, scale), tokens.read(gradient, i)
+        (L, a), real, dtype = (tokens.read(ref, i) for ref in logs), tokens.real(i), g.dtype
+        share = jnp.where(real, jnp.exp(y.maximum - L), 0.0)[:, None]
+        D = (y.near * share * (dot(g, y.value.T) - a[:, None])).astype(dtype)
+        after = finite(jnp.maximum(c, jnp.max(y.exponents, axis=1)))
+        f = jnp.exp(y.exponents - after[:, None])
+        dl = f * (fine(y.value, dz.T).T + ds[:, None]) + y.A.astype(f32) * dot(y.B.T, D)
+        write_key(x, i, y.key, dl.T, grads, tokens, scale)
+        dv = dot(f.T.astype(dtype), dz.astype(dtype))
+        tokens.write(grads.value, i, dv + dot((y.weights * share).astype(dtype).T, g))
+        p = jnp.where(real[:, None], jnp.exp(y.y + c[None] - L[:, None]), 0.0)
+        earlier = jnp.exp(c - after)
+        ds = ds * earlier - jnp.sum(p * a[:, None], axis=0)
+        return ds, dz * earlier[:, None] + dot(p.T.astype(dtype), g)
+
+    tokens.each(step, get(sums))
+
+
+SCHEDULE = {
+    _forward: (BLOCK, 4, 2),
+    _keys: (BLOCK, 4, 3),
+    _queries: (BLOCK, 4, 3),
+    _backward: (BLOCK // 2, 4, 2),
+    _queries_backward: (BLOCK // 2, 4, 3),
+    _keys_backward: (BLOCK, 4, 2),
+    _causal: (BLOCK // 2, 4, 2),
+    _causal_queries_backward: (BLOCK // 2, 8, 2),
+    _causal_keys_backward: (BLOCK // 2, 8, 3),
+}
+"""Tokens of a step, warps of a program and stages of its pipeline: the fastest tried on an H200."""
+
+
+def here(length: int, span: int, block: int) -> Tokens:
+    """The tokens of the program's span."""
+    return Tokens(jnp.minimum(length - pl.program_id(2) * span, span), block)
+
+
+def get(refs):
+    return jax.tree.map(lambda ref: ref[...], refs)
+
+
+def put(refs, values, write: Callable | None = None) -> None:
+    for ref, value in zip(refs, values, strict=True):
+        if write is not None:
+            write(ref, value)
+        else:
+            ref[...] = value
+
+
+class Piece(NamedTuple):
+    """An operand or result, and the part of it that a program has.
+
+    "tokens" of its span and their "scalars", "weights" or "state" of its head, one of the "states".
+    """
+
+    array: Any
+    kind: str
+
+    def spec(self, span: int | None) -> pl.BlockSpec:
+        """The part of program (batch entry, head, span); without spans it has all tokens."""
+        shape, whole = self.array.shape, [0] * (len(self.array.shape) - 2)
+        length = shape[2 if self.kind == "scalars" else 1]
+        size = span or -(-length // BLOCK) * BLOCK
+        sizes, index = {
+            "tokens": ((None, size, None, *shape[3:]), lambda b, h, j: (b, j, h, 0)),
+            "scalars": ((None, None, size), lambda b, h, j: (b, h, j)),
+            "weights": ((None, *shape[1:]), lambda b, h, j: (h, *whole, 0)),
+            "state": ((None, None, *shape[2:]), lambda b, h, j: (b, h, *whole)),
+            "states": ((None, None, None, *shape[3:]), lambda b, h, j: (b, h, j, *whole[1:])),
+        }[self.kind]
+        return pl.BlockSpec(sizes, index)
+
+
+def pieces(tree, kind: str):
+    return jax.tree.map(partial(Piece, kind=kind), tree)
+
+
+def operands(x: Operands) -> Operands:
+    kinds = ("tokens", "tokens", "tokens", "weights", "weights", "weights", "scalars")
+    return Operands(*(pieces(y, kind) for y, kind in zip(x, kinds, strict=True)))
+
+
+def call(kernel, settings: Kernel, lengths, ins, outs, span: int | None = None):
+    """Run a kernel; return the arrays of `outs`. Its arguments are references to the parts."""
+    block, warps, stages = SCHEDULE[kernel]
+    leaf = dict(is_leaf=lambda x: isinstance(x, Piece))
+    shapes = [x.array.shape for x in jax.tree.leaves((ins, outs), **leaf) if x.kind == "tokens"]
+    (batch, _, heads, _), longest = shapes[0], max(shape[1] for shape in shapes)
+    arrays, in_specs, results, out_specs = (
+        jax.tree.map(look, tree, **leaf)
+        for tree in (ins, outs)
+        for look in (lambda x: x.array, lambda x: x.spec(span))
+    )
+    # Inside `jax.shard_map` results vary over the axes of the arguments.
+    varies = jax.typeof(jax.tree.leaves(arrays)[0]).manual_axis_type
+    options = dict(scale=settings.scale, lengths=lengths, block=block)
+    return pl.pallas_call(
+        partial(kernel, **options, **({"span": span} if span else {})),
+        grid=(batch, heads, -(-longest // span) if span else 1),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=jax.tree.map(lambda x: Out(x.shape, x.dtype, manual_axis_type=varies), results),
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=bool(settings.interpret),
+        name=kernel.__name__.strip("_"),
+    )(*arrays)
+
+
+def spans(length: int, programs: int) -> tuple[int, int]:
+    """Number and length of the spans of each of so many sequences."""
+    steps = -(-length // BLOCK)
+    count = min(max(PROGRAMS // programs, 1), max(steps // STEPS, 1))
+    span = -(-steps // count) * BLOCK
+    return -(-length // span), span
+
+
+def states(x: Operands, settings: Kernel, lengths) -> State:
+    """The states of the spans of keys, (b, n, spans, ...)."""
+    (b, s, n, width), m = x.value.shape, x.w_key.shape[1]
+    count, span = spans(s, b * n)
+    arrays: Any = [Out((b, n, count, *shape), f32) for shape in ((m,), (m,), (m, width))]
+    outs = State(*arrays)
+    keys = operands(x._replace(query=None, w_query=None))
+    return call(_keys, settings, lengths, (keys,), (pieces(outs, "states"),), span)[0]
+
+
+def forward(x: Arguments, settings: Kernel, residuals: bool):
+    """The output (b, t, n, v), and states for the backward pass, if there are several spans."""
+    del residuals  # they cost nothing
+    y = with_all_heads(x, settings.scale)
+    (b, t, n, _), s = y.query.shape, y.key.shape[1]
+    output = Piece(Out((b, t, n, y.value.shape[3]), y.value.dtype), "tokens")
+    run, (count, span) = partial(call, settings=settings, lengths=(t, s)), spans(max(t, s), b * n)
+    if settings.is_causal:
+        earlier = before(states(y, settings, (t, s))) if count > 1 else None
+        ins = operands(y), pieces(earlier, "states")
+        return run(_causal, ins=ins, outs=(output,), span=span)[0], earlier
+    if count == 1:
+        return run(_forward, ins=(operands(y),), outs=(output,))[0], None
+    state = total(states(y, settings, (t, s)))
+    ins = operands(of_queries(y)), pieces(state, "state")
+    return run(_queries, ins=ins, outs=(output,), span=spans(t, b * n)[1])[0], state
+
+
+def backward(x: Arguments, state: Any, gradient: Array, settings: Kernel, wanted) -> Arguments:
+    """Gradients of queries, keys and values; those of the rest are not `wanted`."""
+    del wanted
+    y, pull = jax.vjp(partial(with_all_heads, scale=settings.scale), x)
+    (b, t, n, _), s, (m, width) = (
+        y.query.shape,
+        y.key.shape[1],
+        (y.w_key.shape[1], y.value.shape[3]),
+    )
+    run, (count, span) = partial(call, settings=settings, lengths=(t, s)), spans(max(t, s), b * n)
+    grads = operands(Operands(*(Out(z.shape, z.dtype) for z in y[:3])))
+    g, others = Piece(gradient, "tokens"), grads._replace(query=None)
+
+    def sums(count):
+        return pieces([Out((b, n, count, *shape), f32) for shape in ((m,), (m, width))], "states")
+
+    if settings.is_causal:
+        chunks = span // SCHEDULE[_causal_queries_backward][0]
+        logs = pieces((Out((b, n, t), f32),) * 2, "scalars")
+        maxima = Piece(Out((b, n, count, chunks, m), f32), "states")
+        ins = operands(y), pieces(state, "states"), g
+        outs = of_queries(grads), logs, maxima, sums(count)
+        got, logs, maxima, own = run(_causal_queries_backward, ins=ins, outs=outs, span=span)
+        ins = operands(y), Piece(maxima, "states"), pieces(logs, "scalars"), g
+        ins = *ins, pieces(after(state, *own), "states")
+        (others,) = run(_causal_keys_backward, ins=ins, outs=(others,), span=span)
+    elif count == 1:
+        (got,) = run(_backward, ins=(operands(y), g), outs=(grads,))
+        others = got
+    else:
+        (parts, span_t), (_, span_s) = spans(t, b * n), spans(s, b * n)
+        ins = operands(of_queries(y)), pieces(state, "state"), g
+        outs = of_queries(grads), sums(parts)
+        got, own = run(_queries_backward, ins=ins, outs=outs, span=span_t)
+        ins = operands(y._replace(query=None, w_query=None)), Piece(state.maximum, "state")
+        ins = *ins, pieces([jnp.sum(z, axis=2) for z in own], "state")
+        (others,) = run(_keys_backward, ins=ins, outs=(others,), span=span_s)
+    zeros = jax.tree.map(jnp.zeros_like, y)
+    return pull(zeros._replace(query=got.query, key=others.key, value=others.value))[0]
+
+
+def of_queries(x: Operands) -> Operands:
+    return Operands(query=x.query, w_query=x.w_query)
+
+
+def with_all_heads(x: Arguments, scale: float) -> Operands:
+    """Operands that repeat what query heads share."""
+    n, dtype, keys, bias = x.query.shape[2], x.query.dtype, x.keys, x.feature_bias
+
+    def repeated(y, axis):
+        return y if y.shape[axis] == n else jnp.repeat(y, n // y.shape[axis], axis)
+
+    # The root of the scale is in W, rounded once, as without kernels.
+    w_query, w_key = (
+        repeated((y * scale**0.5).astype(dtype).reshape(-1, *y.shape[-2:]), 0)
+        for y in (x.w_query, x.w_key)
+    )
+    bias = None if bias is None else repeated(bias.reshape(-1, bias.shape[-1]), 0)
+    weights = keys.log_weights
+    if weights is not None:
+        weights = repeated(weights, 2).transpose(0, 2, 1)  # (b, s, n) -> (b, n, s)
+    key, value = repeated(keys.key, 2), repeated(keys.value, 2)
+    return Operands(x.query, key, value, w_query, w_key, bias, weights)
+
+
+def total(states: State) -> State:
+    """The state of all spans."""
+    c = jnp.max(states.maximum, axis=2)
+    weights = jnp.exp(states.maximum - finite(c)[:, :, None])
+    s = jnp.sum(states.normaliser * weights, axis=2)
+    return State(c, s, jnp.sum(states.numerator * weights[..., None], axis=2))
+
+
+def before(states: State) -> State:
+    """The state before each span."""
+    until = jax.lax.associative_scan(combine, states, axis=2)
+
+    def shifted(x, first):
+        return jnp.concatenate([jnp.full_like(x[:, :, :1], first), x[:, :, :-1]], axis=2)
+
+    return State(*map(shifted, until, (-jnp.inf, 0.0, 0.0)))
+
+
+def after(before: State | None, ds: Array, dz: Array) -> tuple[Array, Array]:
+    """[dz ds] of the state after each span, from the sums over the queries of each."""
+    if before is None:
+        return jnp.zeros_like(ds), jnp.zeros_like(dz)
+    c = jnp.moveaxis(before.maximum, 2, 0)  # (spans, b, n, m)
+    weights = jnp.exp(c - finite(jnp.concatenate([c[1:], c[-1:]])))
+
+    def step(later, span):
+        ds, dz, weight = span
+        return (ds + later[0] * weight, dz + later[1] * weight[..., None]), later
+
+    own = jnp.moveaxis(ds, 2, 0), jnp.moveaxis(dz, 2, 0)
+    nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), own)
+    _, later = jax.lax.scan(step, nothing, (*own, weights), reverse=True)
+    return jnp.moveaxis(later[0], 0, 2), jnp.moveaxis(later[1], 0, 2)
