@@ -62,6 +62,18 @@ class Estimate:
         return self.frequencies.shape[-2] * self.feature_map.features_per_frequency
 
 
+class Operands(NamedTuple):
+    """Arrays of a kernel, or gradients, blocks or references of them; None for none."""
+
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    w_query: Any = None
+    w_key: Any = None
+    feature_bias: Any = None
+    log_weights: Any = None
+
+
 class Kernel(NamedTuple):
     """Static options of the kernels for TPU and GPU."""
 

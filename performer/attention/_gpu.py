@@ -1,7 +1,8 @@
 """Attention in kernels for NVIDIA GPUs (Pallas on Triton): features never leave the chip.
 
-The sums are those of `_tpu`, with its symbols. Tokens are rows and stay where they are in memory,
-(b, t, n, h): a program has one head of one batch entry.
+The sums are those of `_tpu`, with its symbols. Tokens are rows and stay where they are in memory: a
+program has one head of one batch entry. `Operands` are query (b, t, n, h), key (b, s, n, h), value
+(b, s, n, v), W_q and W_k (n, m, h), log-weights of features (n, m) and of keys (b, n, s).
 
 Bidirectional: if the heads alone fill the GPU, a program folds all keys, then looks up all queries;
 its backward pass folds the keys again. Else tokens are divided into spans, a program each: the
@@ -25,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from performer.attention._checks import Kernel
+from performer.attention._checks import Kernel, Operands
 from performer.attention._maps import Arguments
 from performer.attention._sweep import LAST, LOST, TINY
 from performer.attention.state import State, combine, finite
@@ -40,23 +41,7 @@ STEPS = 4
 """Least steps of a span."""
 
 
-class Operands(NamedTuple):
-    """Arrays of a call, or references of a program; None for none.
-
-    query (b, t, n, h), key (b, s, n, h), value (b, s, n, v), W_q and W_k (n, m, h), log-weights of
-    features (n, m) and of keys (b, n, s).
-    """
-
-    query: Any = None
-    key: Any = None
-    value: Any = None
-    w_query: Any = None
-    w_key: Any = None
-    feature_bias: Any = None
-    log_weights: Any = None
-
-
-class Tokens(NamedTuple):
+class Span(NamedTuple):
     """The tokens of a program, in steps of `block`."""
 
     count: Any
@@ -107,7 +92,7 @@ def fine(left: Array, right: Array) -> Array:
     return product
 
 
-def token_exponents(x: Operands, key: Array, i, keys: Tokens, scale: float) -> Float[Array, " s"]:
+def token_exponents(x: Operands, key: Array, i, keys: Span, scale: float) -> Float[Array, " s"]:
     """What the exponents l of a key share; -inf past the last key."""
     out = -scale / 2 * jnp.sum(key.astype(f32) ** 2, axis=1)
     if x.log_weights is not None:
@@ -135,7 +120,7 @@ def fold(state: State, exponents: Float[Array, "m s"], value: Float[Array, "s v"
     return State(c, s, state.numerator * earlier[:, None] + dot(f, value))
 
 
-def fold_keys(x: Operands, keys: Tokens, scale: float) -> State:
+def fold_keys(x: Operands, keys: Span, scale: float) -> State:
     """The state of all keys of the program."""
 
     def step(i, state):
@@ -146,7 +131,7 @@ def fold_keys(x: Operands, keys: Tokens, scale: float) -> State:
     return keys.each(step, no_keys(x))
 
 
-def look_up(x: Operands, state: State, output, queries: Tokens) -> None:
+def look_up(x: Operands, state: State, output, queries: Span) -> None:
     """Write the output of all queries of the program."""
     c, s, z = state
     z = z.astype(output.dtype)
@@ -162,7 +147,7 @@ def look_up(x: Operands, state: State, output, queries: Tokens) -> None:
     queries.each(step)
 
 
-def from_queries(x: Operands, state: State, gradient, grads: Operands, queries: Tokens):
+def from_queries(x: Operands, state: State, gradient, grads: Operands, queries: Span):
     """Write the gradients of all queries of the program; return ds and dz."""
     c, s, z = state
 
@@ -183,7 +168,7 @@ def from_queries(x: Operands, state: State, gradient, grads: Operands, queries: 
     return queries.each(step, (jnp.zeros_like(s), jnp.zeros_like(z)))
 
 
-def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Tokens, scale: float) -> None:
+def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Span, scale: float) -> None:
     """Write the gradients of all keys and values of the program."""
 
     def step(i, _):
@@ -201,7 +186,7 @@ def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Tokens, scale: floa
     keys.each(step)
 
 
-def write_key(x: Operands, i, key, dl: Float[Array, "s m"], grads, keys: Tokens, scale) -> None:
+def write_key(x: Operands, i, key, dl: Float[Array, "s m"], grads, keys: Span, scale) -> None:
     """Write the gradient of keys from that of their exponents."""
     dk = dot(dl.astype(key.dtype), x.w_key[...])
     dk -= scale * key.astype(f32) * jnp.sum(dl, axis=1)[:, None]
@@ -226,7 +211,7 @@ class Chunk(NamedTuple):
     """The weights are relative to e^maximum; -inf without keys."""
 
 
-def chunk(x: Operands, i, tokens: Tokens, scale: float) -> Chunk:
+def chunk(x: Operands, i, tokens: Span, scale: float) -> Chunk:
     """The i-th chunk, stabilised as in `_sweep`."""
     query, key, value = (tokens.read(ref, i) for ref in (x.query, x.key, x.value))
     exponents = key_exponents(x, key, token_exponents(x, key, i, tokens, scale))
@@ -248,7 +233,7 @@ def chunk(x: Operands, i, tokens: Tokens, scale: float) -> Chunk:
 
 
 def _forward(x, output, *, scale, lengths, block):
-    queries, keys = (Tokens(length, block) for length in lengths)
+    queries, keys = (Span(length, block) for length in lengths)
     look_up(x, fold_keys(x, keys, scale), output, queries)
 
 
@@ -261,7 +246,7 @@ def _queries(x, state, output, *, scale, lengths, block, span):
 
 
 def _backward(x, gradient, grads, *, scale, lengths, block):
-    queries, keys = (Tokens(length, block) for length in lengths)
+    queries, keys = (Span(length, block) for length in lengths)
     state = fold_keys(x, keys, scale)
     ds, dz = from_queries(x, state, gradient, grads, queries)
     from_keys(x, state.maximum, ds, dz, grads, keys, scale)
@@ -365,9 +350,9 @@ SCHEDULE = {
 """Tokens of a step, warps of a program and stages of its pipeline: the fastest tried on an H200."""
 
 
-def here(length: int, span: int, block: int) -> Tokens:
+def here(length: int, span: int, block: int) -> Span:
     """The tokens of the program's span."""
-    return Tokens(jnp.minimum(length - pl.program_id(2) * span, span), block)
+    return Span(jnp.minimum(length - pl.program_id(2) * span, span), block)
 
 
 def get(refs):

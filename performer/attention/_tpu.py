@@ -1,7 +1,9 @@
 """Attention in kernels for TPU (Pallas): features never leave the core's memory.
 
 Positive features, tokens in the lanes: queries (n, h, t), keys (n, h, s), values (n, v, s),
-features (n, m, t), for the heads and tokens of a block. With the exponents
+features (n, m, t), for the heads and tokens of a block. `Operands` are query (b, n, h, t), key
+(b, k, h, s), value (b, k, v, s), W_q and W_k (k, m, h), log-weights of features (k, m, 1) and of
+keys (b, k, 1, s). With the exponents
 
     l = W_k k - scale |k|^2 / 2 + log-weights of the keys + log-weights of the features
     x = y + c,   y = W_q q
@@ -44,7 +46,7 @@ and dz v, most of which s a and -ds cancel.
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +54,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from performer.attention._checks import Kernel
+from performer.attention._checks import Kernel, Operands
 from performer.attention._maps import Arguments
 from performer.attention._sizes import LANES, ROWS
 from performer.attention._sweep import LAST, LOST, TINY
@@ -61,22 +63,6 @@ from performer.attention.state import finite
 Out = jax.ShapeDtypeStruct
 CHUNK = LANES
 """Tokens of a causal chunk."""
-
-
-class Operands(NamedTuple):
-    """Arrays of a call, or gradients, blocks or references of them; None for none.
-
-    Tokens come last: query (b, n, h, t), key (b, k, h, s), value (b, k, v, s), W_q and W_k
-    (k, m, h), log-weights of features (k, m, 1) and of keys (b, k, 1, s).
-    """
-
-    query: Any = None
-    key: Any = None
-    value: Any = None
-    w_query: Any = None
-    w_key: Any = None
-    feature_bias: Any = None
-    log_weights: Any = None
 
 
 def dot(left: Array, right: Array, over: tuple[int, int] = (2, 1)) -> Array:
