@@ -132,7 +132,7 @@ def test_gradients(is_causal, dtype, two_blocks):
     ),
 )
 def test_gradients_on_a_gpu(is_causal, spans, dtype, monkeypatch):
-    """Of queries, keys and values, in programs for all tokens or for spans; keys may be absent."""
+    """Gradients of tokens, in programs for all of them or for spans; keys may be absent."""
     monkeypatch.setattr(_fused, "INTERPRET", "cuda")
     monkeypatch.setattr(_gpu, "PROGRAMS", 4 * spans)
     monkeypatch.setattr(_gpu, "STEPS", 1)

@@ -93,7 +93,7 @@ def fine(left: Array, right: Array) -> Array:
 
 
 def token_exponents(x: Operands, key: Array, i, keys: Span, scale: float) -> Float[Array, " s"]:
-    """What the exponents l of a key share; -inf past the last key."""
+    """The part of the exponents l that all features of a key share; -inf past the last key."""
     out = -scale / 2 * jnp.sum(key.astype(f32) ** 2, axis=1)
     if x.log_weights is not None:
         out += keys.read(x.log_weights, i)
@@ -303,7 +303,8 @@ def _causal_queries_backward(
         dy = p * (u - s[None] * a[:, None]) + y.B.astype(f32) * dot(D, y.A.T)
         tokens.write(grads.query, i, dot(dy.astype(dtype), x.w_query[...]))
         L = jnp.where(d == 0, jnp.inf, largest + jnp.log(d))
-        put(logs, (L, a), lambda ref, value: tokens.write(ref, i, value))
+        for ref, value in zip(logs, (L, a), strict=True):
+            tokens.write(ref, i, value)
         p = p * jnp.exp(first.maximum - finite(c))[None]  # relative to c before the span
         ds, dz = ds - jnp.sum(p * a[:, None], axis=0), dz + dot(p.T.astype(dtype), g)
         return fold(state, y.exponents, y.value), ds, dz
@@ -359,12 +360,9 @@ def get(refs):
     return jax.tree.map(lambda ref: ref[...], refs)
 
 
-def put(refs, values, write: Callable | None = None) -> None:
+def put(refs, values) -> None:
     for ref, value in zip(refs, values, strict=True):
-        if write is not None:
-            write(ref, value)
-        else:
-            ref[...] = value
+        ref[...] = value
 
 
 class Piece(NamedTuple):
@@ -421,7 +419,7 @@ def call(kernel, settings: Kernel, lengths, ins, outs, span: int | None = None):
         out_specs=out_specs,
         out_shape=jax.tree.map(lambda x: Out(x.shape, x.dtype, manual_axis_type=varies), results),
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=bool(settings.interpret),
+        interpret=settings.interpret,
         name=kernel.__name__.strip("_"),
     )(*arrays)
 
@@ -466,11 +464,8 @@ def backward(x: Arguments, state: Any, gradient: Array, settings: Kernel, wanted
     """Gradients of queries, keys and values; those of the rest are not `wanted`."""
     del wanted
     y, pull = jax.vjp(partial(with_all_heads, scale=settings.scale), x)
-    (b, t, n, _), s, (m, width) = (
-        y.query.shape,
-        y.key.shape[1],
-        (y.w_key.shape[1], y.value.shape[3]),
-    )
+    (b, t, n, _), s = y.query.shape, y.key.shape[1]
+    m, width = y.w_key.shape[1], y.value.shape[3]
     run, (count, span) = partial(call, settings=settings, lengths=(t, s)), spans(max(t, s), b * n)
     grads = operands(Operands(*(Out(z.shape, z.dtype) for z in y[:3])))
     g, others = Piece(gradient, "tokens"), grads._replace(query=None)

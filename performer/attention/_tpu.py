@@ -447,7 +447,7 @@ def call(kernel, settings: Kernel, lengths, ins, outs, scratch=(), backwards: bo
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary" if sums else "parallel", "arbitrary")
         ),
-        interpret=bool(settings.interpret),
+        interpret=settings.interpret,
     )(*ins[0])
 
 
