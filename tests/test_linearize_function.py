@@ -160,10 +160,12 @@ def test_cross_attention_has_no_window():
     np.testing.assert_array_equal(*outputs)
 
 
-CAUSAL = jnp.broadcast_to(jnp.asarray(TRIL), (B, T, T))
-KEYS = jnp.broadcast_to(jnp.arange(T) < jnp.asarray(LENGTHS)[:, None, None], (B, T, T))
-DOCUMENTS, OTHERS = (x[:, :, None] == x[:, None] for x in (SEGMENTS, zoo.OTHER_SEGMENTS))
-WINDOW = CAUSAL & ~jnp.tri(T, k=-3, dtype=bool)
+CAUSAL = np.broadcast_to(TRIL, (B, T, T))
+KEYS = np.broadcast_to(np.arange(T) < LENGTHS[:, None, None], (B, T, T))
+DOCUMENTS, OTHERS = (
+    np.equal(x[:, :, None], x[:, None]) for x in map(np.asarray, (SEGMENTS, zoo.OTHER_SEGMENTS))
+)
+WINDOW = CAUSAL & ~np.tri(T, k=-3, dtype=bool)
 
 
 @pytest.mark.parametrize(
