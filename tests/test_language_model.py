@@ -10,7 +10,7 @@ from flax import nnx
 
 from experiments.language_model import generate, text, train
 from experiments.language_model.attention import Hybrid, Softmax
-from experiments.language_model.model import losses
+from experiments.language_model.model import cross_entropies, losses
 from experiments.language_model.task import Settings, layers, task
 from performer.attention.refinement import LEARNED, Far
 from tests.small import read_csv
@@ -100,6 +100,9 @@ def test_conversion(method, steps, m):
     found = losses(new.model, batch)
     assert found.shape == (9,)
     assert np.isfinite(found).all()
+    sums = learned.count(new.model, batch | {"mask": jnp.arange(9) < 5})
+    late = cross_entropies(new.model, batch)[:5, 16:]
+    np.testing.assert_allclose(sums["loss_second_half"], late.sum() / 16, rtol=1e-5)
     for name, old in nnx.to_flat_state(nnx.state(model)):
         np.testing.assert_array_equal(dict(nnx.to_flat_state(nnx.state(new.model)))[name], old)
     with pytest.raises(ValueError, match="--keep=1: all layers of a language model"):
@@ -134,6 +137,8 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
         *(("orf-antithetic", method, "4") for method in ("none", "shift+scale", refined)),
     ]
     assert float(rows[0]["loss"]) == pytest.approx(record["eval_loss"], rel=1e-5)
+    late = float(rows[0]["loss_second_half"])
+    assert late == pytest.approx(found["eval_loss_second_half"], rel=1e-5)
     errors = [float(row["attention error"]) for row in rows]
     assert errors[0] == 0 < min(errors[1:])
     assert all(x.attention_fn.feature_map is LEARNED for x in layers(runs.restore(out).model()))

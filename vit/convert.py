@@ -27,7 +27,7 @@ other, and class token and registers for all. The window alone is a row of the t
 all keys for the class token.
 
 A run of another task is converted by the command of its task. Its loss is reported if it has no
-accuracy.
+accuracy, and with it the task's measures loss_..., such as that of the second half of a text.
 """
 
 import dataclasses
@@ -92,6 +92,11 @@ def compare(
         ]
         metric = metric_of({name.removeprefix("eval_"): x for name, x in measured[0].items()})
         values = [each[f"eval_{metric}"] for each in measured]
+        parts = {
+            name.removeprefix("eval_"): float(np.mean([each[name] for each in measured]))
+            for name in measured[0]
+            if name.startswith(f"eval_{metric}_")
+        }
         spread = np.std(values, ddof=1) / len(values) ** 0.5 if values[1:] else 0.0
         errors = [conversion.errors(run.task, model, new, held_out) for new in models]
         layers = np.mean(errors, axis=0)
@@ -102,6 +107,7 @@ def compare(
             "m": m,
             metric: float(np.mean(values)),
             "standard error": float(spread),
+            **parts,
             "attention error": float(np.mean(layers)),
             **{f"error layer {i}": float(e) for i, e in enumerate(layers)},
         }

@@ -142,7 +142,12 @@ class Decoder(nnx.Module):
 
 def losses(model: Decoder, batch: Batch) -> Float[Array, " b"]:
     """Return the mean cross entropy of each next character over a window, in nats."""
+    return jnp.mean(cross_entropies(model, batch), axis=-1)
+
+
+def cross_entropies(model: Decoder, batch: Batch) -> Float[Array, "b t"]:
+    """Return the cross entropy of each next character, in nats."""
     tokens = batch["tokens"]
     logits, following = model(tokens[:, :-1]), tokens[:, 1:]
     chosen = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen, axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - chosen

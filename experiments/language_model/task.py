@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from experiments.language_model import conversion, text
-from experiments.language_model.model import Attention, Decoder, losses
+from experiments.language_model.model import Attention, Decoder, cross_entropies, losses
 from vit.config import Config
 from vit.data import Batch, Dataset
 from vit.task import SUBJECTS, Sums, Task, Triple
@@ -74,8 +74,10 @@ def loss(model: Decoder, batch: Batch) -> tuple[Array, Sums]:
 
 
 def count(model: Decoder, batch: Batch) -> Sums:
-    """Return the sum of the losses of windows that are not padding."""
-    return {"loss": jnp.sum(batch["mask"] * losses(model, batch))}
+    """Return sums over windows that are not padding: mean loss, and that of the second half."""
+    found = cross_entropies(model, batch)
+    halves = {"loss": found, "loss_second_half": found[:, found.shape[1] // 2 :]}
+    return {name: jnp.sum(batch["mask"] * jnp.mean(x, axis=-1)) for name, x in halves.items()}
 
 
 def layers(model: Decoder) -> list[Attention]:
