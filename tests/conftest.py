@@ -96,6 +96,17 @@ def _one_device():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def plot_learning_curve():
+    """The function, which runs do not call (0.4 s), but that of `digits_run`."""
+    from vit.reports import metrics
+
+    original = metrics.plot_learning_curve
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "plot_learning_curve", lambda *_: None)
+        yield original
+
+
 @pytest.fixture
 def eight_devices(monkeypatch):
     """All eight virtual devices, for tests of what is split over them."""
@@ -135,16 +146,18 @@ def tiny(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def digits_run(tmp_path_factory):
+def digits_run(tmp_path_factory, plot_learning_curve):
     """The folder of a run of three steps on digits, by `small.TRAINED`, and what it returned.
 
     Its variant XS is SHALLOW; tests leave the folder as it is.
     """
     from tests.small import SHALLOW, TRAINED
     from vit import config, train
+    from vit.reports import metrics
 
     workdir = tmp_path_factory.mktemp("digits") / "run"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "plot_learning_curve", plot_learning_curve)
         patch.setitem(config.SIZES, "XS", SHALLOW)
         return workdir, train.train(TRAINED, workdir)
 

@@ -40,7 +40,7 @@ def test_records_of_arrays():
 @pytest.mark.thorough
 def test_it_is_a_run_and_the_same_call_resumes(digits, tmp_path):
     images, labels, held_out = digits
-    settings = small_config(num_epochs=3.2 / 12)
+    settings = small_config(num_epochs=3.2 / 12, checkpoint_every=3)
     values = {"attention.coupling": "orf", "log_every": 1}
     call = dict(config=settings, values=values, evaluation=held_out, workdir=tmp_path / "a")
     model = vit.fit(images, labels, **call)

@@ -27,6 +27,7 @@ from tests.covering import covering_array, random_row
 from tests.tiers import tiers
 
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "2"))
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
 ARRAY = ("none", "closed over", "traced")
 FACTORS = {
     "jit": (True, False),
@@ -161,7 +162,9 @@ EXACT = {
     "masked": {"exact_keys": "some", "order": "t > s", "mask": "traced", "exact_rows": 2}
     | {"implementation": "blocked"},
     "split": {"exact_keys": "some", "order": "t = s", "run": "two devices"}
-    | {"key_log_weights": "heads closed over"},
+    | {"key_log_weights": "heads closed over", "dtype": "float64"},
+    "split rows": {"exact_rows": 2, "order": "causal t = s", "run": "two devices"}
+    | {"exact": "window 3, first 2", "place": "decay of keys traced", "dtype": "float64"},
     "window": {"exact_keys": "some", "order": "t = s", "exact": "window 2", "lengths": "traced"},
     "causal rows": {"exact_rows": 2, "order": "causal t = s", "segments": "same traced"}
     | {"place": "decay of keys traced"},
@@ -707,22 +710,25 @@ def _of(leaf, rank, head):
 @pytest.mark.slow
 def test_fuzz(eight_devices):
     """Options and shapes at random, for `FUZZ_MINUTES`; prints how many cases there were."""
-    rng, start, off_by, count = np.random.default_rng(0), time.monotonic(), [], 0
+    rng, start, off_by, count = np.random.default_rng(SEED), time.monotonic(), [], 0
     while time.monotonic() - start < 60 * MINUTES:
-        seed = int(rng.integers(2**32))
+        seed, of_calibration = int(rng.integers(2**32)), count % 4 == 3
         draw = np.random.default_rng(seed)
-        if count % 4 == 3:
-            case = random_row(OF_CALIBRATION, never, draw)
-            sizes = draw.integers(1, 9, 5)
-            ratio = calibration_off(case, *map(int, sizes), draw)
-            limit = 1.0
-        else:
-            case = random_row(FACTORS | MORE, excluded, draw)
-            ratio, limit = off(case, sizes_of(case, draw), draw), FAR
-        if not ratio < limit:
-            off_by.append((seed, ratio, case))
+        factors = (OF_CALIBRATION, never) if of_calibration else (FACTORS | MORE, excluded)
+        case = random_row(*factors, draw)
+        try:
+            if of_calibration:
+                ratio = calibration_off(case, *map(int, draw.integers(1, 9, 5)), draw)
+            else:
+                ratio = off(case, sizes_of(case, draw), draw) / FAR
+            if not ratio < 1:
+                off_by.append((seed, ratio, case))
+        except Exception as error:
+            # XLA on CPU has no bfloat16 product of single numbers: one feature, query and head
+            if "ElementalIrEmitter: ALG_DOT_BF16" not in str(error):
+                off_by.append((seed, str(error)[:300], case))
         count += 1
         if count % 50 == 0:
             jax.clear_caches()
-    print(f"{count} cases, {len(off_by)} off")
+    print(f"{count} cases, off: {off_by}")
     assert not off_by

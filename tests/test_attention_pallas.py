@@ -210,6 +210,7 @@ def test_other_platforms_compute_without_it(monkeypatch):
         close(x, y, 1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:implementation='pallas'")
 @pytest.mark.parametrize(("is_causal", "dtype"), [(False, np.float32), (True, jnp.bfloat16)])
 def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
@@ -229,6 +230,7 @@ def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
         assert ("stablehlo.exponential" in text) == (kernels == 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lowers_for_gpu(is_causal, monkeypatch):
     """Without one: a kernel each way at least; in float32 none, and a warning."""

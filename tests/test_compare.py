@@ -19,8 +19,12 @@ pytestmark = pytest.mark.thorough
 _shallow = sized(SHALLOW)
 
 
+def settings_of(**sections):
+    return small_config(checkpoint_every=3, **sections)
+
+
 def run(out, couplings=("softmax", "pm"), num_seeds=2, **options):
-    return compare.compare(small_config(), out, couplings=couplings, num_seeds=num_seeds, **options)
+    return compare.compare(settings_of(), out, couplings=couplings, num_seeds=num_seeds, **options)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def test_a_run_of_a_comparison_is_that_of_vit_train(compared, tmp_path):
     """With the seed of its folder; other commands open it."""
     workdir = compared[0] / "runs" / "pm" / "seed1"
     attention = config.Attention(num_features=8, coupling="pm")
-    settings = small_config(seed=1, attention=attention)
+    settings = settings_of(seed=1, attention=attention)
     train.train(settings, tmp_path / "run")
     alone, there = (metrics.read(f / "metrics.jsonl") for f in (tmp_path / "run", workdir))
     for name in ("train_loss", "gradient_norm", "eval_loss"):
@@ -77,7 +81,7 @@ def test_a_finished_comparison_only_reports(compared, monkeypatch):
 def test_other_runs_in_the_folder_are_refused_and_more_seeds_are_added(compared, tmp_path):
     out = shutil.copytree(compared[0], tmp_path / "out")
     with pytest.raises(ValueError, match="another --out:\n  num_epochs: .* -> 0.1"):
-        compare.compare(small_config(num_epochs=0.1), out, couplings=["pm"], num_seeds=1)
+        compare.compare(settings_of(num_epochs=0.1), out, couplings=["pm"], num_seeds=1)
     assert "| pm | 3 | " in run(out, couplings=["pm"], num_seeds=3)
 
 

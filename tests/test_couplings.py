@@ -87,7 +87,7 @@ def test_order_of_kernel_errors():
     assert theory.kernel_mse("orf-antithetic", x, x, 4) < errors[2]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.optimised("draws for half a minute else")
 def test_weighted_simplices_have_lower_errors():
     """They have no closed form."""

@@ -1,5 +1,6 @@
 """Eight devices and sharded parameters train as one device does."""
 
+import dataclasses
 from collections import Counter
 
 import jax
@@ -17,6 +18,8 @@ from vit import config, train
 from vit.reports import metrics
 from vit.run import devices, runs, steps
 
+SETTINGS = small_config(attention=CALIBRATED, optim=STEADY, checkpoint_every=3)
+
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
@@ -24,24 +27,22 @@ def one_device(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("one") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(config.SIZES, "XS", SHALLOW)
-        train.train(small_config(attention=CALIBRATED, optim=STEADY), workdir)
+        train.train(SETTINGS, workdir)
     return metrics.read(workdir / "metrics.jsonl")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "seq": 4}])
-def test_eight_devices_train_as_one(axes, one_device, tmp_path, monkeypatch, eight_devices):
-    """With each copy of the parameters, small arrays too, or the tokens split over some of them."""
+def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch, eight_devices):
+    """Batch, parameters (small arrays too) and tokens are each split in two."""
     monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
     monkeypatch.setattr(devices, "SMALLEST", 1)
-    settings = small_config(attention=CALIBRATED, optim=STEADY, **axes)
+    settings = dataclasses.replace(SETTINGS, fsdp=2, seq=2)
     train.train(settings, tmp_path / "run")
     assert_same_losses(metrics.read(tmp_path / "run" / "metrics.jsonl"), one_device)
     run = runs.program(settings, *runs.subject(settings), devices.mesh(settings))
     shardings = [x.sharding for x in jax.tree.leaves(run.abstract)]
     assert {len(sharding.device_set) for sharding in shardings} == {8}
-    if settings.fsdp > 1:
-        assert sum(not x.is_fully_replicated for x in shardings) > len(shardings) / 2
+    assert sum(not x.is_fully_replicated for x in shardings) > len(shardings) / 2
 
 
 def test_each_of_eight_devices_holds_an_eighth(monkeypatch, eight_devices):

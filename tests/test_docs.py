@@ -10,7 +10,7 @@ import pytest
 from tests.pages import code
 
 PAGES = [path for name in ("learn", "howto") for path in Path("docs", name).glob("*.md")]
-QUICK = {"attention", "error", "sklearn", "add-a-data-set", "add-a-task"}
+QUICK = {"error", "add-a-data-set", "add-a-task"}
 """Pages of the second tier; the others are in the slow one."""
 
 

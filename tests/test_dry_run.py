@@ -21,6 +21,7 @@ def plan():
     return dry_run.plan(SETTINGS)
 
 
+@pytest.mark.thorough
 def test_it_says_what_a_run_costs_and_writes_nothing(plan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = dry_run.text(plan)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.small import new_vit, small_config
+from tests.small import SHALLOW, new_vit, sized, small_config
 from tests.tiers import tiers
 from vit import config, export, use
 
@@ -22,12 +22,8 @@ ABSENT = (
     "jaxtyping",
     "scipy.optimize",
 )
+_shallow = sized(SHALLOW)
 NAMES = ("ant", "bee", "crane", "dove", "eel")
-
-
-@pytest.fixture(autouse=True)
-def _tiny(tiny):
-    """Two layers of width 16."""
 
 
 def trained(**sections):

@@ -8,8 +8,8 @@ import pytest
 from performer import features
 from tests import oracles
 
-X = jax.random.normal(jax.random.key(0), (5, 6))
-W = jax.random.normal(jax.random.key(1), (7, 6))
+RNG = np.random.default_rng(0)
+X, W = (jnp.asarray(RNG.normal(size=(n, 6)), jnp.float32) for n in (5, 7))
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "gaussian"])

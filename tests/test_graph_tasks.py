@@ -53,6 +53,7 @@ def test_a_component_without_labels_has_the_mean_of_all():
     assert np.isnan(compiled).all()
 
 
+@pytest.mark.thorough
 def test_regression_takes_an_estimate_and_ignores_unknown_values():
     estimate = graph_random_features(
         jax.random.key(0), karate(), kernels.Diffusion(2.0), num_walks=200, p_halt=0.2

@@ -113,6 +113,7 @@ def test_pagerank_of_pairs(q):
     np.testing.assert_allclose(theory._both(transition, after, p_halt, q), want, rtol=1e-10)
 
 
+@pytest.mark.thorough
 def test_pagerank_variance():
     """Of 4,000 draws: chi^2 of each node's variance at 1e-4 together; qGRF Thm 8.1."""
     graph, draws = weighted(), 4000

@@ -165,11 +165,12 @@ def test_products_are_those_of_the_gram_matrix():
         phi = estimate.left.to_scipy().toarray()
         other = phi if estimate.right is None else estimate.right.to_scipy().toarray()
         gram = (phi @ other.T + other @ phi.T) / 2
-        np.testing.assert_allclose(estimate.gram(), gram, atol=1e-5)
-        np.testing.assert_allclose(jax.jit(lambda k, v: k @ v)(estimate, v), gram @ v, atol=1e-5)
-        np.testing.assert_allclose(estimate @ jnp.asarray(v[:, 0]), gram @ v[:, 0], atol=1e-5)
-        np.testing.assert_allclose(estimate.left @ jnp.asarray(v), phi @ v, atol=1e-5)
-        np.testing.assert_allclose(estimate.left.transposed(jnp.asarray(v)), phi.T @ v, atol=1e-5)
+        found = jax.jit(
+            lambda k, v: (k.gram(), k @ v, k @ v[:, 0], k.left @ v, k.left.transposed(v))
+        )(estimate, jnp.asarray(v))
+        wanted = gram, gram @ v, gram @ v[:, 0], phi @ v, phi.T @ v
+        for got, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_the_features_are_those_of_the_equation():

@@ -13,6 +13,7 @@ from vit import config
 from vit.model.grid import GridAttention, grid
 
 HEADS, SIDE, PREFIX = 4, 3, 2
+SHALLOW = config.Model("XS/4", pooling="mean", depth=1)
 
 
 def layer(**options):
@@ -59,7 +60,8 @@ def test_attention_is_that_of_the_weights_times_the_mask():
         mask[:, :PREFIX, PREFIX:], np.broadcast_to(joined, (HEADS, PREFIX, 9)), rtol=1e-6
     )
     expected = masked(*qkv(), attention.frequencies[...], mask)
-    np.testing.assert_allclose(attention(*qkv()), expected, rtol=1e-4, atol=1e-5)
+    found = nnx.jit(lambda layer, *tokens: layer(*tokens))(attention, *qkv())
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +74,14 @@ def test_what_an_image_does_not_have_is_refused(options):
 
 @pytest.mark.thorough
 def test_a_vit_learns_its_mask():
-    model = new_vit(small_config(attention=config.Attention(mask="grid", num_features=8)))
+    attention = config.Attention(mask="grid", num_features=8)
+    model = new_vit(small_config(model=SHALLOW, attention=attention))
 
     def loss(model):
         return jnp.mean(model(jnp.ones((2, 8, 8, 1)))[0] ** 2)
 
     model.head.kernel[...] = jnp.ones_like(model.head.kernel[...])
-    gradients = nnx.grad(loss)(model)
+    gradients = nnx.jit(nnx.grad(loss))(model)
     own = gradients["blocks"][0]["attention"]["attention_fn"]
     assert set(own) == {"modulation", "joined"}  # the walks are state
     assert jnp.all(own["modulation"][...] != 0)
@@ -87,6 +90,7 @@ def test_a_vit_learns_its_mask():
 
 @pytest.mark.thorough
 def test_alibi_has_a_slope_for_each_head():
-    model = new_vit(small_config(attention=config.Attention(mask="alibi", num_features=8)))
+    attention = config.Attention(mask="alibi", num_features=8)
+    model = new_vit(small_config(model=SHALLOW, attention=attention))
     slopes = model.blocks[0].attention.attention_fn.estimate["alibi_slopes"]
     assert slopes.tolist() == [1 / 4, 1 / 16, 1 / 64, 1 / 256]

@@ -11,8 +11,8 @@ import time
 import jax
 import pytest
 
-from tests.small import CALIBRATED, PATIENCE, SHALLOW, STEADY, assert_same_losses, small_config
-from vit import config, train
+from tests.small import PATIENCE, SHALLOW, STEADY, assert_same_losses, small_config
+from vit import config, evaluate, train
 from vit.reports import metrics
 from vit.run import checkpoint, devices, safety
 
@@ -22,32 +22,28 @@ from pathlib import Path
 import jax
 coordinator, process, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 jax.distributed.initialize(coordinator, 2, process)
-from tests.small import CALIBRATED, SHALLOW, STEADY, small_config
-from vit.run import checkpoint
+from tests.small import SHALLOW, STEADY, small_config
 from vit import config, evaluate, train
 
 config.SIZES["XS"] = SHALLOW
-settings = small_config(attention=CALIBRATED, optim=STEADY)
-
-def start(settings, workdir):
-    try:
-        train.train(settings, folder / workdir)
-    except ValueError as error:
-        print(json.dumps(str(error)), flush=True)
-
-start(dataclasses.replace(settings, seed=process), "run")
-start(settings, "run")
-
-print("evaluated", json.dumps(evaluate.evaluate_run(folder / "run")), flush=True)
-start(dataclasses.replace(settings, num_epochs=400.2 / 44, checkpoint_every=1000), "long")
+settings = small_config(optim=STEADY, num_epochs=400.2 / 44, checkpoint_every=1000)
+try:
+    train.train(dataclasses.replace(settings, seed=process), folder / "run")
+except ValueError as error:
+    print(error)
+try:
+    train.train(settings, folder / "run")
+except SystemExit as stopped:
+    print(json.dumps(evaluate.evaluate_run(folder / "run")), flush=True)
+    sys.exit(stopped.code)
 """
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """What two processes on loopback have printed, and their folder.
+    """What two processes on loopback have printed, and the folder of their run.
 
-    They are given different seeds, then the same. In a long run SIGTERM to one stops both.
+    They are given different seeds, then the same. SIGTERM to one stops both; they then evaluate.
     """
     folder = tmp_path_factory.mktemp("hosts")
     with socket.socket() as free:
@@ -63,7 +59,7 @@ def outputs(tmp_path_factory):
         )
         for process in range(2)
     ]
-    log, deadline = folder / "long" / "metrics.jsonl", time.time() + PATIENCE
+    log, deadline = folder / "run" / "metrics.jsonl", time.time() + PATIENCE
     try:
         while len(metrics.read(log)) < 5 and pair[1].poll() is None and time.time() < deadline:
             time.sleep(0.05)
@@ -73,38 +69,31 @@ def outputs(tmp_path_factory):
         for process in pair:
             process.kill()
     assert [process.returncode for process in pair] == [safety.STOPPED] * 2, done
-    return [out for out, _ in done], folder
-
-
-def errors(output):
-    return [json.loads(line) for line in output.splitlines() if line.startswith('"')]
+    return [out for out, _ in done], folder / "run"
 
 
 @pytest.mark.thorough
-def test_both_name_another_flag_and_evaluate_alike(outputs):
-    printed, folder = outputs
+def test_both_name_another_flag_and_evaluate_alike(outputs, monkeypatch):
+    """As one process does."""
+    monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
+    printed, workdir = outputs
     for output in printed:
-        (error,) = errors(output)
-        assert "process 1, with config.seed: 1, and process 0 with config.seed: 0" in error
-    assert sorted(p.name for p in (folder / "run" / "checkpoints").iterdir()) == ["2", "3"]
-    log = metrics.read(folder / "run" / "metrics.jsonl")
-    assert [r["step"] for r in log] == [1, 2, 3]
-    records = [json.loads(p.partition("evaluated ")[2].partition("\n")[0]) for p in printed]
-    assert records[0] == records[1]
-    assert records[0]["eval_examples"] == 360
-    assert records[0]["eval_accuracy"] == log[-1]["eval_accuracy"]
+        assert "process 1, with config.seed: 1, and process 0 with config.seed: 0" in output
+    one, other = (json.loads(output.splitlines()[-1]) for output in printed)
+    assert one == other
+    assert one == pytest.approx(evaluate.evaluate_run(workdir), rel=1e-5)
 
 
 @pytest.mark.thorough
 def test_two_processes_train_as_one_and_stop_together(outputs, tmp_path, monkeypatch):
     """Both stop after the same step."""
     monkeypatch.setitem(config.SIZES, "XS", SHALLOW)
-    train.train(small_config(attention=CALIBRATED, optim=STEADY), tmp_path / "run")
-    workdir = outputs[1] / "long"
-    alone, log = (metrics.read(path / "metrics.jsonl") for path in (tmp_path / "run", workdir))
-    assert_same_losses(log[:3], alone)
-    assert 5 <= log[-1]["step"] < 400
-    assert checkpoint.found(workdir) == [log[-1]["step"]]
+    train.train(small_config(optim=STEADY, checkpoint_every=3), tmp_path / "run")
+    logs = [metrics.read(path / "metrics.jsonl") for path in (tmp_path / "run", outputs[1])]
+    assert_same_losses(logs[1][:3], logs[0])
+    last = logs[1][-1]["step"]
+    assert 5 <= last < 400
+    assert checkpoint.found(outputs[1]) == [last]
 
 
 def test_a_second_process_that_differs_is_refused(monkeypatch):

@@ -15,12 +15,14 @@ from tests.attention_inputs import by_op
 from tests.tiers import tiers
 
 B, T, WIDTH, HEADS = 3, 6, 8, 2
-X = jax.random.normal(jax.random.key(0), (2, B, T, WIDTH)) * jnp.linspace(2, 0.2, WIDTH)
+X = np.random.default_rng(0).normal(size=(2, B, T, WIDTH)) * np.linspace(2, 0.2, WIDTH)
+X = jnp.asarray(X, jnp.float32)
 BATCHES = list(X)
 LENGTHS = jnp.array([6, 4, 2])
-KEYS = (jnp.arange(T) < LENGTHS[:, None])[:, None, None]
-CAUSAL = nnx.make_causal_mask(jnp.ones((B, T)))
-PADDED = nnx.make_attention_mask(KEYS[:, 0, 0], KEYS[:, 0, 0])
+EXIST = np.arange(T) < np.array([6, 4, 2])[:, None]
+KEYS = jnp.asarray(EXIST[:, None, None])
+CAUSAL = jnp.asarray(np.broadcast_to(np.tri(T, dtype=np.float32), (B, 1, T, T)))
+PADDED = jnp.asarray((EXIST[:, :, None] & EXIST[:, None])[:, None], jnp.float32)
 
 
 class Model(nnx.Module):
@@ -98,8 +100,7 @@ def test_a_window(is_causal):
         np.testing.assert_allclose(last, want[:, -1:], atol=1e-5)
 
 
-ALL_KEYS = jnp.concatenate([KEYS, KEYS])
-PAIRS = jnp.concatenate([PADDED, PADDED]).astype(bool)
+ALL_KEYS, PAIRS = (jnp.asarray(np.tile(x, (2, 1, 1, 1)) > 0) for x in (KEYS, PADDED))
 
 
 @pytest.mark.parametrize(

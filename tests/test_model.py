@@ -212,7 +212,7 @@ def test_sincos_positions_are_distinct_and_of_unit_amplitude():
 @cache
 def gradients(**model):
     """Loss and gradients in training mode, and what the pass left in the model."""
-    net = vit(model=config.Model("XS/4", dropout=0.1, **model), attention=CALIBRATED)
+    net = vit(model=config.Model("XS/4", depth=1, dropout=0.1, **model), attention=CALIBRATED)
     net.head.kernel[...] = jax.random.normal(jax.random.key(0), (16, 5))
     net.train()
 
@@ -240,6 +240,6 @@ def test_bfloat16_is_near_float32_and_leaves_parameters_and_statistics_float32()
     assert float(half[0]) != pytest.approx(float(exact[0]), rel=1e-6)
     for tree in half[1:]:
         assert {x.dtype for x in jax.tree.leaves(tree)} == {jnp.dtype("float32")}
-    logits, intermediates = forward(vit(model=config.Model("XS/4", dtype="bfloat16")))
+    logits, intermediates = forward(vit(model=config.Model("XS/4", depth=1, dtype="bfloat16")))
     assert logits.dtype == intermediates["pooled"].dtype == jnp.float32
     assert intermediates["block00/output"].dtype == jnp.bfloat16

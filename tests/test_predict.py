@@ -81,6 +81,7 @@ def test_maps_with_a_window_lie_as_the_picture_does():
         np.testing.assert_allclose(seen, both[0].exact, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_maps_are_of_the_models_own_queries_and_keys(model):
     """The class token's row over the patches; exact from softmax written out, layer by layer."""
     images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 1), dtype=np.uint8)

@@ -422,4 +422,3 @@ def test_a_run_on_data_is_evaluated_and_converted(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 1)).astype(np.uint8)
     features = [vit.load(workdir).features(images) for workdir in (softmax, performer)]
     assert 0.9 < np.corrcoef(*map(np.ravel, features))[0, 1] < 1
-    assert evaluate.evaluate_run(performer)["eval_examples"] == 360

@@ -6,7 +6,6 @@ import pytest
 from scipy import stats
 
 from performer import couplings, directions, norms, testing, theory
-from tests.tiers import tiers
 
 M, D = 16, 8
 
@@ -56,6 +55,9 @@ def test_faults_of_a_part_are_found(parts, marginals, bias):
             testing.assert_unbiased(coupling, M, D)
 
 
+LONG = [pytest.mark.thorough, pytest.mark.optimised("draws for long else")]
+
+
 def with_row_1(change):
     """iid, but for one row."""
 
@@ -71,7 +73,7 @@ def with_row_1(change):
     [
         pytest.param(
             *(lambda x: x.at[40].add(0.3), 64, "projection on axis 40 has the mean 0.3"),
-            marks=pytest.mark.thorough,
+            marks=LONG,
         ),
         (
             lambda x: x.at[5].set(0.5 * x[2] + 0.75**0.5 * x[5]),
@@ -80,7 +82,7 @@ def with_row_1(change):
         ),
         pytest.param(
             *(lambda x: x.at[3].set(0.88**0.5 * x[3]), 64, "coordinates 3 and 3 have the mean pro"),
-            marks=pytest.mark.thorough,
+            marks=LONG,
         ),
         (
             lambda x: x.at[3].set(3**0.5 * (2 * jax.scipy.special.ndtr(x[3]) - 1)),
@@ -126,23 +128,27 @@ def alarms(check, number):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", tiers(["pm-antithetic", "orf"], 1))
-def test_marginals_raise_the_stated_alarms(name, monkeypatch):
+def test_marginals_raise_the_stated_alarms(monkeypatch):
     """5% of 200 samples stated, at most 23 alarms allowed (1e-4); three times the rate makes 30.
 
-    The rows of a draw depend on one another, through their directions or as w and -w.
+    The rows of a draw depend on one another, through their directions and as w and -w.
     """
     monkeypatch.setattr(testing, "FALSE_ALARM_RATE", 0.05)
 
     def check(seed):
-        testing.assert_gaussian_marginals(name, 4, 2, draws=300, seed=seed)
+        testing.assert_gaussian_marginals("pm-antithetic", 4, 2, draws=300, seed=seed)
 
     assert alarms(check, 200) <= stats.binom(200, 0.05).isf(1e-4)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("name", "m", "d"), tiers([("pm-antithetic", 4, 3), ("iid", 1, 1), ("orf", 2, 3)], 1)
+    ("name", "m", "d"),
+    [
+        ("pm-antithetic", 4, 3),
+        ("iid", 1, 1),
+        pytest.param("orf", 2, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_squared_errors_raise_the_stated_alarms(name, m, d, monkeypatch):
     """1% of 3000 samples stated, at most 52 alarms allowed (1e-4).
@@ -160,7 +166,8 @@ def test_squared_errors_raise_the_stated_alarms(name, m, d, monkeypatch):
     assert alarms(check, 3000) <= stats.binom(3000, 0.01).isf(1e-4)
 
 
-@pytest.mark.parametrize("m", tiers([24, 1, 2], 1))
+@pytest.mark.thorough
+@pytest.mark.parametrize("m", [24, 1, 2])
 def test_errors_that_are_off_are_found(m):
     """By 7 standard errors and more, in either direction."""
     expected = float(theory.kernel_mse("orf", *testing.general_points(D), m))

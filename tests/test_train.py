@@ -208,7 +208,7 @@ def test_the_running_mean_is_what_is_evaluated(programs):
 
 COMMAND = [
     *(sys.executable, "-m", "vit.train", "--config=tests/small.py", "--config.num_epochs=2"),
-    *("--config.log_every=2", "--config.eval_every=88", "--config.checkpoint_every=4"),
+    *("--config.log_every=2", "--config.eval_every=88", "--config.checkpoint_every=8"),
 ]
 ENVIRONMENT = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 

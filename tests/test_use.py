@@ -30,6 +30,7 @@ def noise(*shape, seed=0):
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
+@pytest.mark.thorough
 def test_the_model_is_the_evaluated_one_without_its_data(digits_run, monkeypatch):
     """The running mean of the parameters; same accuracy as in the log."""
     workdir, record = digits_run

@@ -242,7 +242,7 @@ def of_others(log_decay: Array, which, axis_name: str | None) -> Array | float:
     if axis_name is None:
         return 0.0
     sums = jax.lax.all_gather(jnp.sum(log_decay, axis=1, keepdims=True), axis_name)
-    some = which(jnp.arange(sums.shape[0]), jax.lax.axis_index(axis_name))
+    some = which(jnp.arange(len(sums), dtype=jnp.int32), jax.lax.axis_index(axis_name))
     return jnp.sum(jnp.where(some[:, None, None, None, None], sums, 0.0), axis=0)
 
 
@@ -329,7 +329,8 @@ def heaviest(
     """
     keys, axis_name = counted(keys), plan.axis_name
     weights = _weights(maps, *jax.lax.stop_gradient((query, keys, nothing)), plan)
-    place = jnp.broadcast_to(jnp.arange(weights.shape[1])[:, None], weights.shape)
+    place = jnp.arange(weights.shape[1], dtype=jnp.int32)[:, None]  # as `axis_index`
+    place = jnp.broadcast_to(place, weights.shape)
     if axis_name is not None:
         place = place + jax.lax.axis_index(axis_name) * weights.shape[1]
     chosen = _largest((weights, place, keys), f)
@@ -418,12 +419,12 @@ def with_rows(
     """The output, its first r rows by softmax over all keys."""
     keys, shape = counted(x.keys), (*output[:, :r].shape[:-1], x.query.shape[-1])
     query = x.query[:, :r].reshape(shape)
-    place = jnp.arange(keys.key.shape[1])
+    place = jnp.arange(keys.key.shape[1], dtype=jnp.int32)  # as `axis_index`
     if axis_name is not None:  # keys of all devices, for the queries of the first
         here = jax.lax.axis_index(axis_name)
         place = place + here * keys.key.shape[1]
         query = jax.lax.psum(jnp.where(here == 0, query, 0), axis_name)
-    later = place[None, None] > jnp.arange(query.shape[1])[None, :, None]
+    later = place[None, None] > jnp.arange(query.shape[1], dtype=jnp.int32)[None, :, None]
     same = jnp.ones((1, 1, 1), bool)
     if pairs.segments is not None:
         ids, key_ids = pairs.segments

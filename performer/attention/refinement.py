@@ -449,6 +449,7 @@ def _size(sample: Sample, examples: int) -> int:
     return min(b, examples, max(1, ENTRIES // (n * t * sample.key.shape[1])))
 
 
+@jax.jit
 def parted(sample: Sample) -> tuple[Sample, Sample]:
     """Training and held-out examples, the latter evenly spread; a single example is both."""
     number = len(sample.query)

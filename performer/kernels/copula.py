@@ -40,6 +40,7 @@ Loss = Callable[[Frequencies], Float[Array, ""]]
 _NEAR_ONE = 1 - 1e-6
 
 
+@jax.jit
 def cholesky(theta: Theta) -> Float[Array, "m m"]:
     """Return L of Eq. 34 (corrected): lower triangular with unit rows, so L L^T has diagonal 1.
 

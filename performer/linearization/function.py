@@ -147,12 +147,14 @@ def linearize(
         each = [Replacement(new[i], layers[i].scale, layers[i].slopes) for i in own]
         padded, square = any(layers[i].padded for i in own), is_square(seen.places[number])
         settings[number] = Setting(layers[own[0]].kind, padded, square)
-        lengths = seen.places[number].lengths
-        arrays[number] = jax.tree.map(
-            lambda *x, lengths=lengths: jnp.stack(x).reshape(*lengths, *x[0].shape), *each
-        )
+        arrays[number] = jax.jit(partial(_stacked, seen.places[number].lengths))(*each)
     words = tuple(words_of(seen.places))
     return jax.tree_util.Partial(partial(_call, function, settings, words), arrays), report
+
+
+def _stacked(lengths: tuple[int, ...], *layers: Replacement) -> Replacement:
+    """Layers of a scan with axes of its steps, whose lengths these are, before all others."""
+    return jax.tree.map(lambda *x: jnp.stack(x).reshape(*lengths, *x[0].shape), *layers)
 
 
 def _layers_at(seen: Seen, number: int) -> list[Layer]:

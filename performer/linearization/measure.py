@@ -112,7 +112,7 @@ def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]
         Unfit: with the reason why it stays exact.
     """
     records = [steps_of(seen, number)[step] for number, step in calls]
-    record = jax.tree.map(jnp.asarray, reduce(together, records))
+    record = reduce(together, records)
     requirements = {
         "its scores are not scale q.k + bias: is there a soft cap?": record["affine"],
         "its masks differ between heads": record["same heads"],
@@ -124,16 +124,16 @@ def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]
     for reason, holds in requirements.items():
         if not holds:
             raise Unfit(reason)
-    kind = KINDS[int(jnp.argmax(record["kinds"]))]
-    sample = Sample(**record["sample"])
+    kind = KINDS[int(np.argmax(record["kinds"]))]
+    sample = jax.tree.map(jnp.asarray, Sample(**record["sample"]))
     slopes = record["slopes"] / record["batches"]
     return Layer(
         path=path,
-        moments=record["moments"] / record["count"],
+        moments=jnp.asarray(record["moments"] / record["count"]),
         sample=sample if "segments" in kind else sample._replace(segments=None),
         kind=kind,
-        scale=record["scale"],
-        slopes=slopes if jnp.any(jnp.abs(slopes) > 1e-6) else None,
+        scale=jnp.asarray(record["scale"]),
+        slopes=jnp.asarray(slopes) if np.any(np.abs(slopes) > 1e-6) else None,
         masked=any(seen.places[i].place.masked for i, _ in calls) or not record["open"],
         padded=not record["all keys"],
         calls=tuple(calls),
@@ -161,7 +161,7 @@ def examples(
         parts += [Sample(**each["sample"]) for each in own]
     if layer.sample.segments is None:
         parts = [part._replace(segments=None) for part in parts]
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return jax.tree.map(lambda *x: jnp.asarray(np.concatenate(x)), *parts)
 
 
 def _observations(
