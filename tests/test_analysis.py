@@ -177,6 +177,7 @@ def full_calibration():
     return Calibration(*(jnp.asarray(x, jnp.float32) for x in leaves))
 
 
+@pytest.mark.thorough
 def test_a_calibration():
     """One for each key head, and one for all; the oracle's kernel estimates are unbiased."""
     query, key, value = inputs(norm=0.8)

@@ -83,9 +83,8 @@ def test_a_piece_without_tokens_leaves_the_state(window, first):
 # Precision, transformations, memory
 
 
-@pytest.mark.parametrize(
-    ("dtype", "is_causal"), tiers([(jnp.bfloat16, True), (jnp.float16, False)], 1)
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("dtype", "is_causal"), [(jnp.bfloat16, True), (jnp.float16, False)])
 def test_low_precision(dtype, is_causal):
     """The output has the dtype of the values, the state is float32, errors are of rounding."""
     args = [x.astype(dtype) for x in inputs(t=70)]

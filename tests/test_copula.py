@@ -37,6 +37,7 @@ def test_scores_have_the_correlation():
     assert (abs(got - want) < 5 / 200).all()
 
 
+@pytest.mark.thorough
 def test_rows_are_normal():
     """With correlations near 1 and -1."""
     testing.assert_gaussian_marginals(copula.orthogonal(30 * THETA), 2 * D, D)

@@ -94,7 +94,8 @@ def test_weighted_simplices_have_lower_errors():
     testing.assert_lower_mse("simrf+", "orf", 4, 4, draws=400_000)
 
 
-@pytest.mark.parametrize("d", tiers([16, 20], 1))
+@pytest.mark.thorough
+@pytest.mark.parametrize("d", [16, 20])
 def test_hadamard_couplings_are_nearly_gaussian(d, monkeypatch):
     """Mean 0 and covariance I exactly (5 standard errors); unbiased within what 10^4 draws see."""
     names = "sorf", "fast-simrf"

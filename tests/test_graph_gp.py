@@ -64,6 +64,7 @@ def test_the_posterior_is_that_of_the_equations(observed, nodes, compiled):
         assert wide.mean.dtype == np.float64
 
 
+@pytest.mark.thorough
 def test_fit_takes_whole_values_and_nodes_seen_twice():
     """Each node seen twice with the same value is each seen once with noise / sqrt(2)."""
     sampled = features.sample(jax.random.key(2), karate(), num_walks=4, p_halt=0.3)

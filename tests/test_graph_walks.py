@@ -70,6 +70,7 @@ def test_loads_are_unbiased_for_the_powers_of_the_weights(steps):
         power = power @ weights_matrix()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", ["uniform", "weighted"])
 def test_all_neighbours_of_a_hub_are_equally_likely(steps):
     """Of 3 2^20 of them: by 24 random bits one in three has 6 of 16 chances in place of 1 of 3."""

@@ -137,6 +137,7 @@ def test_random_features_of_every_kernel():
         assert abs(estimates.mean(axis=0) - want).max() < 0.1 * want.max(), kernel
 
 
+@pytest.mark.thorough
 def test_random_features_take_the_coupling():
     key, kernel = jax.random.key(0), kernels.matern(1.5)
     w = kernels.frequencies(key, kernel, 6, 3, "orf")

@@ -83,7 +83,8 @@ def both(new, old, arguments, evaluate=evaluate):
     return compute(new, arrays)
 
 
-@pytest.mark.parametrize("model", named(LINEAR, [zoo.packed]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", LINEAR, ids=lambda model: model.__name__)
 def test_with_all_keys_exact_it_is_the_same_function(model):
     """Outputs and most gradients, but for cross attention, which has no window."""
     function, batches = model()

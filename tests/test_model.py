@@ -154,6 +154,7 @@ def test_options_of_the_head_and_the_mlp(monkeypatch):
     assert plain.pre_logits is None
 
 
+@pytest.mark.thorough
 def test_tokens_without_a_place_and_what_the_head_reads():
     """Class token and registers stand before the patches, and no mean counts them."""
     options = {"registers": 2, "layer_scale": 0.5, "epsilon": 1e-3, "final_norm": "none"}

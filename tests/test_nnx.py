@@ -40,8 +40,9 @@ PLACES = WINDOW | SLOPES
 OF_FOUR = WINDOW | dict(alibi_slopes=np.array([0.5, 0.125, 0.0, 2.0]))
 
 
-@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
-@pytest.mark.parametrize("options", tiers([OF_FOUR, dict(feature_map="hyperbolic")], 1))
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("options", [OF_FOUR, dict(feature_map="hyperbolic")])
 def test_options_are_those_of_the_operator(options, is_causal):
     """Of grouped heads; later tokens change nothing that is causal."""
     rngs = nnx.Rngs(params=0, frequencies=1)

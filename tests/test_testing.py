@@ -189,6 +189,7 @@ def taller(key, m, d):
     return couplings.get("iid")(key, m + 1, d)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("coupling", "message"),
     [
