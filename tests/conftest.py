@@ -98,7 +98,7 @@ def _one_device():
 
 @pytest.fixture(autouse=True, scope="session")
 def plot_learning_curve():
-    """The function, which runs do not call (0.4 s), but that of `digits_run`."""
+    """Figure of a run (0.4 s), which only the run of `digits_run` draws; the function itself."""
     from vit.reports import metrics
 
     original = metrics.plot_learning_curve

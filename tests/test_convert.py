@@ -1,5 +1,7 @@
 """A softmax run becomes a calibrated Performer's: exact ends, report, a run that trains on."""
 
+import shutil
+
 import numpy as np
 import pytest
 from flax import nnx
@@ -127,9 +129,8 @@ def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
         assert (float(row["attention error"]) == 0) == (row["layer"] == exact)
 
 
-def test_converted_run_evaluates_and_trains_on(converted):
-    """The last test: others read its checkpoint of step 0."""
-    out, _ = converted
+def test_converted_run_evaluates_and_trains_on(converted, tmp_path):
+    out = shutil.copytree(converted[0], tmp_path / "run")
     settings = config.of_run(out)
     assert settings.attention == config.Attention(
         coupling="orf-antithetic",

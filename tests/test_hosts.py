@@ -41,7 +41,7 @@ except SystemExit as stopped:
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """What two processes on loopback have printed, and the folder of their run.
+    """Output of two processes on loopback, and the folder of their run.
 
     They are given different seeds, then the same. SIGTERM to one stops both; they then evaluate.
     """
