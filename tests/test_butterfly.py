@@ -21,7 +21,7 @@ APPLY = jax.jit(lambda f, x: (f.matrix(), f.apply(x), f.apply_transpose(x)))
 def cut_factors(d, cos, minus_sin, sin):
     """Sec. 9.1: the factors for the next power of two, cut to d x d, the last one first.
 
-    `cos` and the others hold one number for each join, so that moments can stand for entries.
+    `cos` and the others hold one number for each join.
     """
     p = len(cos) + 1
     k, first_join = p // 2, 0
@@ -170,33 +170,6 @@ def test_products_are_nearly_uniform(d, count):
 def off(samples, expected):
     """By how many standard errors the mean is off."""
     return (samples.mean() - expected) / (samples.std() / np.sqrt(len(samples)))
-
-
-@pytest.mark.thorough
-def test_cut_columns_are_deficient_until_multiplied():
-    """d = 15: the second and fourth moments of single entries of B, and those of B P B P B P.
-
-    An entry of B is a product of one cosine or sine of each level, whose moments are known:
-    E c^2 = 1/2, E c^4 = (k + 2) / (4 (k + 1)). 676 z-tests at 6: false-alarm rate 1e-6.
-    """
-    d, count, uniform = 15, 20_000, 3 / (15 * 17)
-    levels = [(8, 1), (4, 2), (2, 4), (1, 8)]
-    quartic = np.concatenate([np.full(joins, (k + 2) / (4 * (k + 1))) for k, joins in levels])
-    second, fourth = (cut_product(d, m, m, m) for m in (np.full(15, 0.5), quartic))
-    assert np.count_nonzero(fourth[:, 7] == 0) == 7
-    assert fourth.max() / uniform == pytest.approx(3.1875)
-    assert fourth.mean() / uniform == pytest.approx(1.0893, abs=1e-4)
-
-    def worst(samples, expected):
-        error = samples.std(axis=0) / np.sqrt(count)
-        return np.max(np.abs(samples.mean(axis=0) - expected) / (error + 1e-9))
-
-    _, one = draws(d, 1, count)
-    _, three = draws(d, 3, count)
-    assert worst(one**2, second) < 6
-    assert worst(one**4, fourth) < 6
-    assert worst(three**4, uniform) < 6
-    assert worst((three**4).mean(axis=(1, 2)), uniform) < 6
 
 
 def test_permutations_are_uniform_and_independent():
