@@ -84,14 +84,6 @@ def draws(d, products, count):
     return tuple(np.asarray(found, np.float64) for found in draw(keys))
 
 
-def z_scores(a, b, expected):
-    """(mean of a_i b_j - expected) in standard errors, a and b (count, ..., n), for all i and j."""
-    a, b = np.moveaxis(a, 0, -1), np.moveaxis(b, 0, -2)
-    count = a.shape[-1]
-    mean, square = a @ b / count, a**2 @ b**2 / count
-    return (mean - expected) / np.sqrt(np.maximum(square - mean**2, 1e-12) / count)
-
-
 @pytest.mark.parametrize(("d", "products"), tiers(SIZES, [(1, 3), (3, 1), (15, 3)]))
 def test_apply_is_the_product_with_an_orthogonal_matrix(d, products):
     butterfly = example(d, products)
@@ -102,28 +94,6 @@ def test_apply_is_the_product_with_an_orthogonal_matrix(d, products):
     np.testing.assert_allclose(matrix, want, atol=2e-5)
     np.testing.assert_allclose(there, x @ want.T, atol=2e-5)
     np.testing.assert_allclose(back, x @ want, atol=2e-5)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("d", "products"), [(4, 3), (4, 1), (1, 1), (8, 1)])
-def test_columns_have_the_moments_of_the_uniform_law(d, products):
-    """E b_i, E b_i b_j, E b_i^2 b_j, E b_i^2 b_j^2 in every column; entries of B uncorrelated.
-
-    7,000 z-tests in the three cases, at 6 standard errors: false-alarm rate 2e-5.
-    """
-    _, b = draws(d, products, 40_000)
-    columns = np.swapaxes(b, 1, 2)
-    ones = np.ones((*columns.shape[:2], 1))
-    fourth = (1 + 2 * np.eye(d)) / (d * (d + 2))
-    entries = b.reshape(len(b), d * d)
-    scores = [
-        z_scores(columns, ones, 0),
-        z_scores(columns, columns, np.eye(d) / d),
-        z_scores(columns**2, columns, 0),
-        z_scores(columns**2, columns**2, fourth),
-        z_scores(entries, entries, np.eye(d * d) / d),
-    ]
-    assert max(np.abs(z).max() for z in scores) < 6
 
 
 def test_squared_cosines_are_beta():

@@ -26,10 +26,7 @@ _tiny = sized(TINY)
 
 
 def settings(kind="softmax", **sections):
-    return small_config(
-        attention=config.Attention(kind=kind, num_features=8),
-        **sections,
-    )
+    return small_config(attention=config.Attention(kind=kind, num_features=8), **sections)
 
 
 def parts(layout):
