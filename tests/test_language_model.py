@@ -91,7 +91,7 @@ def case(coupling, method, m, steps, keep=0):
     ("method", "steps", "m"), [("full", 0, 6), ("shift+scale", 3, 6), ("none", 0, 0)]
 )
 def test_conversion(method, steps, m):
-    """All parameters but those of the attention are as they were; losses are of the next character."""
+    """All parameters but those of attention are as they were; losses are of the next character."""
     model, config, learned, _ = decoder("softmax")
     batch = {"tokens": tokens(33, rows=9)}
     replaced = learned.replacement(learned, config, model, [batch])
