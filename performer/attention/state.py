@@ -234,7 +234,7 @@ def attend(
         weights = exponentials((exponent, factor), maximum)
         over_features = _over_features_narrow if dtype == jnp.bfloat16 else _over_features
         output = over_features(weights, state.normaliser, state.numerator, dtype).astype(dtype)
-        return output.reshape(k, b, length, g, -1).transpose(1, 2, 0, 3, 4)
+        return output.reshape(k, b, length, g, output.shape[-1]).transpose(1, 2, 0, 3, 4)
 
     state, queries = jax.tree.map(flat, state), in_blocks(query, count, length)
     if count == 1:
