@@ -15,7 +15,7 @@ couplings or values can be added.
 On several hosts each runs the same command with --distributed. When all runs are trained, the same
 command on one host, without --distributed, writes the report.
 
-    python -m experiments.compare --runs=runs/orf0,runs/orf1,runs/pm0,runs/pm1 --out=results/mine
+    python -m experiments.compare --out=results/mine runs/orf0 runs/orf1 runs/pm0 runs/pm1
 
 reports on finished runs of vit.train. It compares the fields in which their configs differ, except
 the seed.
@@ -469,34 +469,34 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
 
 
 def main(
+    *runs: Path,
     config: configs.Config | None = None,
     out: Path = Path("results/compare"),
     couplings: Sequence[str] = ("orf", "pnc", "pm"),
     seeds: int = 5,
     grid: list[str] = [],  # noqa: B006
     baseline: str = "",
-    runs: Sequence[Path] = (),
     hosts: devices.Hosts = devices.ALONE,
 ) -> None:
     """Run the command.
 
     Args:
+        runs: folders of finished runs to report on; trains nothing.
         out: folder of the report and the runs.
         couplings: names, or "softmax".
         seeds: number of seeds of each setting.
         grid: config.FIELD=VALUE,VALUE; may be repeated.
         baseline: coupling that the others are compared with.
-        runs: folders of finished runs to report on; trains nothing.
     """
     logging.set_verbosity(logging.FATAL)
     devices.join(hosts)
-    if runs:
+    if (config is None) == (not runs):
+        raise ValueError("give --config=... to train runs, or the folders of finished ones")
+    if config is None:
         text = of_runs(runs, out, baseline)
-    elif config:
+    else:
         options: Any = dict(couplings=couplings, num_seeds=seeds, grid=grid, baseline=baseline)
         text = compare(config, out, **options)
-    else:
-        raise ValueError("--config or --runs is required")
     print(text)
     if (out / "report.md").exists():
         print(f"The report is {out / 'report.md'}.")

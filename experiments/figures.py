@@ -41,10 +41,45 @@ def converted(rows: list[harness.Row]) -> list[harness.Row]:
     ]
 
 
+def kept(rows: list[harness.Row]) -> list[harness.Row]:
+    """Share of softmax's accuracy against the cost: two exact pairs of a query are one feature."""
+    softmax = {row["table"]: row["accuracy"] for row in rows if row["coupling"] == "softmax"}
+    found = []
+    for row in rows:
+        model, _, beside = row["table"].partition("_")
+        exact, words = BESIDE[beside]
+        words += ", refined" * ("refined" in row["calibration"])
+        cost, percent = row["m"] + exact / 2, 100 / softmax[row["table"]]
+        own = {"model": MODELS[model], "line": words, "cost": cost}
+        own |= {"kept": percent * row["accuracy"], "kept ±": percent * row["standard error"]}
+        found += [own] * (row["m"] > 0 and row["calibration"] != "none")
+    return found
+
+
+MODELS = {"digits": "Digits, 65 tokens", "fashion": "Fashion-MNIST, 101 tokens"}
+BESIDE = {
+    "alone": (0, "features alone"),
+    "row": (1, "exact class row"),
+    "both": (17, "class row and 16 keys"),
+}
+"""Exact pairs of a query beside the features, and their words, by the second word of a table."""
+
+
 OWN: dict[str, harness.Row] = {
     "benchmark/attention/crossover": attention.FIGURES["crossover"],
     "benchmark/vit/vit": vit.FIGURES["vit"],
     "compare/fashion_197/results": compare.FIGURES["results"],
+    "convert/cost/cost": dict(
+        tables=[f"{model}_{beside}" for model in MODELS for beside in BESIDE],
+        change=kept,
+        x="cost",
+        y="kept",
+        line="{line}",
+        panel="{model}",
+        log="x",
+        xlabel="cost (features; two exact pairs of a query are one)",
+        ylabel="accuracy kept (% of softmax)",
+    ),
     "convert/default/conversion": dict(
         x="m",
         y={"accuracy": "accuracy, not retrained", "attention error": "relative attention error"},

@@ -74,7 +74,7 @@ def main(parts: list[str]) -> None:
             print(f"{fault['name']}: {found[fault['name']]} ({seconds:.0f} s)", flush=True)
     bad = [name for name, result in found.items() if not result.startswith("caught")]
     print(f"\n{len(found) - len(bad)} of {len(found)} faults are caught")
-    sys.exit("\n".join(bad))
+    sys.exit("\n".join(bad) or 0)
 
 
 if __name__ == "__main__":

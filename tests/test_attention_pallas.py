@@ -1,13 +1,11 @@
-"""The kernels for TPU and GPU: interpreted, against float64; lowered; compiled, with libtpu.
+"""The kernels for TPU and GPU: interpreted, against float64, and lowered.
+
+A training step with them is compiled for TPUs in `test_dry_run.py`.
 
 The kernels for TPU have not run on one.
 """
 
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 import warnings
 from functools import partial
 
@@ -21,7 +19,6 @@ from performer import calibration, performer_attention
 from performer.attention import _fused, _gpu, _sizes
 from tests import attention_inputs, oracles
 from tests.attention_inputs import close, far_apart
-from tests.small import PATIENCE
 from tests.tiers import tiers
 
 PALLAS = "pallas"
@@ -254,49 +251,6 @@ def test_lowers_for_gpu(is_causal, monkeypatch):
     _fused.warn.cache_clear()
     with pytest.warns(UserWarning, match="this call on a GPU, where it takes bfloat16"):
         assert "triton" not in lowered(jnp.float32)
-
-
-COMPILE = """
-import os
-os.environ |= dict(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", JAX_PLATFORMS="cpu",
-    TPU_ACCELERATOR_TYPE="v5litepod-4", ALLOW_MULTIPLE_LIBTPU_LOAD="true")
-import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from performer import performer_attention
-for name in ("v5e:2x2", "v6e:2x2"):
-    devices = topologies.get_topology_desc(topology_name=name, platform="tpu").devices
-    one = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
-    for t, n, k, h, m, dtype, causal in [
-        (197, 12, 12, 64, 128, "bfloat16", False),
-        (2000, 8, 2, 64, 128, "bfloat16", False),
-        (1000, 4, 4, 64, 128, "float32", False),
-        (300, 12, 12, 64, 128, "bfloat16", True),
-        (300, 4, 2, 128, 256, "float32", True),
-    ]:
-        def shape(*sizes, dtype=dtype):
-            return jax.ShapeDtypeStruct(sizes, dtype, sharding=one)
-        def loss(q, k, v, w, l):
-            output = performer_attention(
-                q, k, v, w, key_log_weights=l, is_causal=causal, implementation="pallas"
-            )
-            return jnp.sum(output.astype(jnp.float32) ** 2)
-        args = shape(2, t, n, h), shape(2, t, k, h), shape(2, t, k, h)
-        args = *args, shape(k, m, h, dtype="float32"), shape(2, t, dtype="float32")
-        jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).lower(*args).compile()
-        print("compiled", name, t, dtype, causal, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs pip install libtpu")
-def test_compiles_for_tpu():
-    """By the compiler of TPU v5e and v6e: compiled, not run."""
-    # libtpu does not know flags for CPUs; its programs are not for the tests' cache.
-    env = {name: x for name, x in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=env)
-    assert run.stdout.count("compiled") == 10, run.stderr[-3000:]
 
 
 @pytest.mark.thorough

@@ -117,20 +117,6 @@ def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
     assert case == "elu+1" or max(ratios[None][1:]) > 100  # what it is for
 
 
-@pytest.mark.optimised("asserts bits")
-@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
-def test_a_mask_is_log_weights_of_zero_and_minus_infinity(is_causal, small_chunks):
-    tokens = inputs(t=9)
-    mask = np.random.default_rng(0).random((2, 9)) < 0.6
-    attend = partial(performer_attention, *tokens, is_causal=is_causal)
-    want = attend(mask=mask[:, None, None])
-    log_weights = np.where(mask, 0.0, -np.inf).astype(np.float32)
-    np.testing.assert_array_equal(attend(key_log_weights=log_weights), want)
-    # Where a mask hides a key, its log-weight may be anything that is allowed.
-    both = attend(mask=mask[:, None, None], key_log_weights=np.where(mask, 0.0, 1e30))
-    np.testing.assert_array_equal(both, want)
-
-
 @pytest.mark.parametrize(
     ("feature_map", "is_causal"),
     tiers([("positive", True), ("relu", True), ("positive", False)], 1),

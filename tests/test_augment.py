@@ -17,8 +17,9 @@ def test_shift_and_flip():
     assert len(shifted) == 9
     assert image.tobytes() in shifted
     image = np.random.default_rng(0).integers(0, 256, (5, 7, 3)).astype(np.uint8)
-    flipped = {augment.random_flip(image, rng).tobytes() for _ in range(50)}
-    assert flipped == {image.tobytes(), image[:, ::-1].tobytes()}
+    flipped = [augment.random_flip(image, rng).tobytes() for _ in range(1000)]
+    assert {*flipped} == {image.tobytes(), image[:, ::-1].tobytes()}
+    assert abs(flipped.count(image.tobytes()) / 1000 - 0.5) < Z * 0.5 / np.sqrt(1000)
 
 
 # --- the inception crop and random erasing

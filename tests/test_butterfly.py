@@ -21,7 +21,7 @@ APPLY = jax.jit(lambda f, x: (f.matrix(), f.apply(x), f.apply_transpose(x)))
 def cut_factors(d, cos, minus_sin, sin):
     """Sec. 9.1: the factors for the next power of two, cut to d x d, the last one first.
 
-    `cos` and the others hold one number for each join, so that moments can stand for entries.
+    `cos` and the others hold one number for each join.
     """
     p = len(cos) + 1
     k, first_join = p // 2, 0
@@ -84,14 +84,6 @@ def draws(d, products, count):
     return tuple(np.asarray(found, np.float64) for found in draw(keys))
 
 
-def z_scores(a, b, expected):
-    """(mean of a_i b_j - expected) in standard errors, a and b (count, ..., n), for all i and j."""
-    a, b = np.moveaxis(a, 0, -1), np.moveaxis(b, 0, -2)
-    count = a.shape[-1]
-    mean, square = a @ b / count, a**2 @ b**2 / count
-    return (mean - expected) / np.sqrt(np.maximum(square - mean**2, 1e-12) / count)
-
-
 @pytest.mark.parametrize(("d", "products"), tiers(SIZES, [(1, 3), (3, 1), (15, 3)]))
 def test_apply_is_the_product_with_an_orthogonal_matrix(d, products):
     butterfly = example(d, products)
@@ -102,28 +94,6 @@ def test_apply_is_the_product_with_an_orthogonal_matrix(d, products):
     np.testing.assert_allclose(matrix, want, atol=2e-5)
     np.testing.assert_allclose(there, x @ want.T, atol=2e-5)
     np.testing.assert_allclose(back, x @ want, atol=2e-5)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("d", "products"), [(4, 3), (4, 1), (1, 1), (8, 1)])
-def test_columns_have_the_moments_of_the_uniform_law(d, products):
-    """E b_i, E b_i b_j, E b_i^2 b_j, E b_i^2 b_j^2 in every column; entries of B uncorrelated.
-
-    7,000 z-tests in the three cases, at 6 standard errors: false-alarm rate 2e-5.
-    """
-    _, b = draws(d, products, 40_000)
-    columns = np.swapaxes(b, 1, 2)
-    ones = np.ones((*columns.shape[:2], 1))
-    fourth = (1 + 2 * np.eye(d)) / (d * (d + 2))
-    entries = b.reshape(len(b), d * d)
-    scores = [
-        z_scores(columns, ones, 0),
-        z_scores(columns, columns, np.eye(d) / d),
-        z_scores(columns**2, columns, 0),
-        z_scores(columns**2, columns**2, fourth),
-        z_scores(entries, entries, np.eye(d * d) / d),
-    ]
-    assert max(np.abs(z).max() for z in scores) < 6
 
 
 def test_squared_cosines_are_beta():
@@ -170,33 +140,6 @@ def test_products_are_nearly_uniform(d, count):
 def off(samples, expected):
     """By how many standard errors the mean is off."""
     return (samples.mean() - expected) / (samples.std() / np.sqrt(len(samples)))
-
-
-@pytest.mark.thorough
-def test_cut_columns_are_deficient_until_multiplied():
-    """d = 15: the second and fourth moments of single entries of B, and those of B P B P B P.
-
-    An entry of B is a product of one cosine or sine of each level, whose moments are known:
-    E c^2 = 1/2, E c^4 = (k + 2) / (4 (k + 1)). 676 z-tests at 6: false-alarm rate 1e-6.
-    """
-    d, count, uniform = 15, 20_000, 3 / (15 * 17)
-    levels = [(8, 1), (4, 2), (2, 4), (1, 8)]
-    quartic = np.concatenate([np.full(joins, (k + 2) / (4 * (k + 1))) for k, joins in levels])
-    second, fourth = (cut_product(d, m, m, m) for m in (np.full(15, 0.5), quartic))
-    assert np.count_nonzero(fourth[:, 7] == 0) == 7
-    assert fourth.max() / uniform == pytest.approx(3.1875)
-    assert fourth.mean() / uniform == pytest.approx(1.0893, abs=1e-4)
-
-    def worst(samples, expected):
-        error = samples.std(axis=0) / np.sqrt(count)
-        return np.max(np.abs(samples.mean(axis=0) - expected) / (error + 1e-9))
-
-    _, one = draws(d, 1, count)
-    _, three = draws(d, 3, count)
-    assert worst(one**2, second) < 6
-    assert worst(one**4, fourth) < 6
-    assert worst(three**4, uniform) < 6
-    assert worst((three**4).mean(axis=(1, 2)), uniform) < 6
 
 
 def test_permutations_are_uniform_and_independent():

@@ -81,27 +81,6 @@ def test_a_tilt_beside_exact_pairs_is_never_traceless():
         assert PerformerAttention(8, H, **options).method == method
 
 
-@pytest.mark.parametrize("f", [0.0, 0.3, 4.0, 50.0])
-def test_the_law_of_the_frequencies_minimises_the_second_moment(f):
-    """The formula of the module's docstring, checked by quadrature, and its minimiser."""
-
-    def log_second_moment(s, v, mu=0.0):
-        w = np.linspace(-60, 60, 400_001)
-        log_ratio = stats.norm.logpdf(w) * 2 - stats.norm.logpdf(w, mu, np.sqrt(s))
-        return np.log(np.trapezoid(np.exp(log_ratio + 2 * w * v - 2 * v**2), w)) + v**2
-
-    def printed(s, v, mu=0.0):
-        exponent = ((2 * v - mu / s) ** 2 * s / (2 * s - 1) + mu**2 / s) / 2 - v**2
-        return np.log(s / np.sqrt(2 * s - 1)) + exponent
-
-    for s, v, mu in [(1.0, 0.7, 0.0), (1.7, 1.1, 0.6), (3.0, 0.2, -1.0)]:
-        assert printed(s, v, mu) == pytest.approx(log_second_moment(s, v, mu), abs=1e-6)
-    best = (3 + 2 * f + np.sqrt((2 * f + 1) ** 2 + 8 * f)) / 4
-    grid = np.linspace(0.6, 120, 100_001)
-    mean = np.log(grid / np.sqrt(2 * grid - 1)) + f / (2 * grid - 1)  # E printed, mu = E v
-    assert grid[np.argmin(mean)] == pytest.approx(best, abs=2e-3)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "coupling"),

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from sklearn.metrics import confusion_matrix
+from sklearn.metrics import confusion_matrix, recall_score
 
-from tests.small import SHALLOW, new_vit, sized, small_config
+from tests.small import SHALLOW, new_vit, read_csv, sized, small_config
 from vit import config, data
 from vit.reports import class_report
 
@@ -39,7 +39,7 @@ def guessing():
     return model, batches, logits, labels
 
 
-def test_counts_are_those_of_a_plain_count(guessing):
+def test_counts_are_those_of_a_plain_count(guessing, tmp_path):
     model, batches, logits, labels = guessing
     counted = class_report.tally(model, batches, CLASSES)
     predicted = logits.argmax(axis=1)
@@ -52,3 +52,7 @@ def test_counts_are_those_of_a_plain_count(guessing):
         top5[label] += label in np.argsort(-row)[:5]
     np.testing.assert_array_equal(counted.top5, top5)
     assert counted.confusion.sum() == 360  # every image once, no padding
+    class_report.write(counted, "abcdefghij", tmp_path)
+    rows = read_csv(tmp_path / "classes.csv")
+    recall = recall_score(labels, predicted, labels=range(CLASSES), average=None, zero_division=0)
+    np.testing.assert_allclose([float(row["top-1"]) for row in rows], recall, rtol=1e-4)

@@ -96,6 +96,22 @@ def test_with_a_window(softmax_run, tmp_path):
     assert float(rows[-1]["accuracy"]) == pytest.approx(own, abs=1e-6)
 
 
+def test_a_tolerance_chooses_the_sizes_of_each_block(softmax_run, tmp_path):
+    """The first block meets it below the limits, the second stays exact; the run is that model."""
+    out = tmp_path / "tolerance"
+    convert.convert(softmax_run, out, **OPTIONS, exact_keys=2, draws=1, images=32, tolerance=0.09)
+    own = config.of_run(out).attention
+    first, *_, last = read_csv(out / "heads.csv")
+    assert own.exact_layers == "1"
+    assert own.sizes == f"{first['m']}+{first['exact keys']},16+2"
+    assert last["attention"] == "exact"
+    attention = runs.restore(out).model().blocks[0].attention.attention_fn
+    size = attention.frequencies.shape[-2], attention.window.exact_keys
+    assert size in {(m, f) for m in (2, 4, 8, 16) for f in (0, 1, 2)} - {(16, 2)}
+    reported = float(read_csv(out / "conversion.csv")[-1]["accuracy"])
+    assert reported == pytest.approx(evaluate.evaluate_run(out)["eval_accuracy"], abs=1e-6)
+
+
 def test_refusals(converted, softmax_run, tmp_path):
     out, _ = converted
 

@@ -6,14 +6,7 @@ from collections import Counter
 import jax
 import pytest
 
-from tests.small import (
-    CALIBRATED,
-    SHALLOW,
-    STEADY,
-    assert_same_losses,
-    small_config,
-    train_batches,
-)
+from tests.small import CALIBRATED, SHALLOW, STEADY, assert_same_losses, small_config, train_batches
 from vit import config, train
 from vit.reports import metrics
 from vit.run import devices, runs, steps

@@ -13,15 +13,7 @@ from tests.small import SHALLOW, new_vit, sized, small_config
 from tests.tiers import tiers
 from vit import config, export, use
 
-ABSENT = (
-    "performer",
-    "vit",
-    "flax",
-    "orbax",
-    "optax",
-    "jaxtyping",
-    "scipy.optimize",
-)
+ABSENT = ("performer", "vit", "flax", "orbax", "optax", "jaxtyping", "scipy.optimize")
 _shallow = sized(SHALLOW)
 NAMES = ("ant", "bee", "crane", "dove", "eel")
 

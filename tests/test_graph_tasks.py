@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from performer.graphs import graph_random_features, kernels, tasks
-from tests.graph_examples import NUM_NODES, example, karate, laplacian, weights_matrix
+from performer.graphs import kernels, tasks
+from tests.graph_examples import NUM_NODES, example, laplacian, weights_matrix
 
 KERNEL = np.asarray(kernels.RegularisedLaplacian(2, 1.0).dense(example()))
 
@@ -51,19 +51,6 @@ def test_a_component_without_labels_has_the_mean_of_all():
         tasks.regress(kernel, values, known & False)
     compiled = jax.jit(tasks.regress)(kernel, values, known & False)
     assert np.isnan(compiled).all()
-
-
-@pytest.mark.thorough
-def test_regression_takes_an_estimate_and_ignores_unknown_values():
-    estimate = graph_random_features(
-        jax.random.key(0), karate(), kernels.Diffusion(2.0), num_walks=200, p_halt=0.2
-    )
-    values, known = jnp.arange(34.0)[:, None], jnp.arange(34) % 3 > 0
-    found = tasks.regress(estimate, values, known)
-    hidden = tasks.regress(estimate, jnp.where(known[:, None], values, jnp.nan), known)
-    np.testing.assert_array_equal(found, hidden)
-    dense = tasks.regress(kernels.Diffusion(2.0).dense(karate()), values, known)
-    assert float(jnp.abs(found - dense).max()) < 2
 
 
 def test_the_best_of_many_starts():

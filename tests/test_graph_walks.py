@@ -90,20 +90,6 @@ def test_all_neighbours_of_a_hub_are_equally_likely(steps):
     assert stats.chisquare(drawn, there * (count / degree)).pvalue > ALARM
 
 
-def test_weights_of_one_component_do_not_touch_another():
-    """A sum of weights over all rows has lost the small ones by then."""
-    graph = Graph.from_edges([(0, 1), (2, 3), (2, 4)], 5, [1e18, 1.0, 3.0])
-    count = 10_000
-    found = walks.sample(
-        jax.random.key(0), graph, np.ones((5, count), np.int32), p_halt=0.5, steps="weighted"
-    )
-    of_two = (np.asarray(found.start) == 2) & (np.asarray(found.step) == 1)
-    of_two &= np.asarray(found.load) != 0
-    assert np.asarray(found.load)[of_two].tolist() == [8.0] * count
-    to_four = np.sum(np.asarray(found.node)[of_two] == 4)
-    assert stats.binomtest(int(to_four), count, 0.75).pvalue > ALARM
-
-
 def test_reinforced_walks_on_a_graph_without_edges_stay():
     lengths = np.array([[0, 3], [1, 2], [5, 0]], np.int32)
     found = reinforced.sample(jax.random.key(0), Graph.from_edges([], 3), lengths, p_halt=P_HALT)

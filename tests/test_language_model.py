@@ -191,3 +191,5 @@ def test_the_likeliest_text(kind):
     np.testing.assert_array_equal(said[7:], likeliest[6:])
     drawn = [next(generate.continued(model, begun(i), 1.0))[0].tolist() for i in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+    cold = next(generate.continued(model, begun(1), 1e-4))[0]
+    np.testing.assert_array_equal(cold, first)

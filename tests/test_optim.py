@@ -61,8 +61,11 @@ def test_layers_learn_by_their_distance_from_the_head(tiny):
 
 
 def test_b2_is_that_of_adam():
-    """After gradients 2 and 0: m = .18 / .19 of its correction, v = b2 (1 - b2) 4 / (1 - b2^2)."""
-    section = config.Optim(weight_decay=0.0, clip_norm=0.0, b2=0.9)
+    """After gradients 2 and 0: m = .18 / .19 of its correction, v = b2 (1 - b2) 4 / (1 - b2^2).
+
+    Clipping comes before, so that it divides both alike.
+    """
+    section = config.Optim(weight_decay=0.0, clip_norm=0.5, b2=0.9)
     transform = optim.optimizer(section, optax.constant_schedule(1.0))
     params = {"bias": jnp.zeros(())}
     state = transform.init(params)

@@ -135,3 +135,10 @@ def test_the_command(command, workdir, folder):
         command(folder / "broken.png")
     said, told = command.streams[-1]
     assert (said, "0 pictures; 1 could not be read" in told) == ("", True)
+
+
+def test_rows_are_in_the_file_before_the_next_batch(tmp_path):
+    with predict.table(tmp_path / "table.csv", 1) as add:
+        add([predict.Seen(Path("a.png"), None, [("cat", 0.5)])])
+        lines = (tmp_path / "table.csv").read_text().splitlines()
+    assert lines == ["file,class 1,probability 1", "a.png,cat,0.5"]

@@ -386,17 +386,6 @@ def test_a_run_without_data_predicts_with_the_names_of_the_file(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_file_without_a_head_gives_features(tmp_path):
-    folder, workdir = FILES / "hf_siglip", tmp_path / "run"
-    lines = pretrained.pretrained(folder / "model.safetensors", None, workdir)
-    assert "head/kernel: (16, 1) new, not there" in lines
-    trained = vit.load(workdir)
-    assert trained.class_names == (pretrained.NO_HEAD,)
-    want = np.load(folder / "reference.npz")
-    assert difference(trained.features(want["6/images"]), want["6/logits"]) < 1e-5
-
-
-@pytest.mark.thorough
 def test_a_run_on_data_is_evaluated_and_converted(tmp_path):
     """DINOv2 with registers, on grey digits of another size, with a head of its own."""
     softmax, performer = tmp_path / "softmax", tmp_path / "performer"

@@ -116,8 +116,7 @@ def test_an_imagenet_run_in_small(tmp_path):
     with training(tmp_path, 2) as processes:
         finish(tmp_path, *processes)
     finish(
-        tmp_path,
-        python(tmp_path / "evaluate.log", "vit.evaluate", f"--workdir={tmp_path / 'run'}"),
+        tmp_path, python(tmp_path / "evaluate.log", "vit.evaluate", f"--workdir={tmp_path / 'run'}")
     )
 
     records, said = metrics.read(log), (tmp_path / "process0.log").read_text()

@@ -17,6 +17,8 @@ def test_paired_differences_are_scipys():
     assert ours.mean == pytest.approx(np.mean(a - b))
     assert ours.deviation == pytest.approx(np.std(a - b, ddof=1))
     assert ours.count == 8
+    mean, half = statistics.interval((a - b).tolist())
+    assert (mean - half, mean + half) == pytest.approx((interval.low, interval.high))
 
 
 def test_holm_by_hand():

@@ -6,13 +6,14 @@ The page itself trains it, resumes and finds it again by its name (`test_docs.py
 from functools import partial
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import vit
 from tests.pages import code
-from tests.small import small_config
+from tests.small import read_csv, small_config
 from vit import config, convert, data, evaluate, train
 from vit.reports import metrics
 from vit.run import runs
@@ -73,7 +74,15 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
     more = dict(layers=lambda model: [model.attention], projections=projections)
     options = dict(images=4, draws=3, dataset=DATASET)
     report = partial(evaluate.report_attention, finished[0], tmp_path / "own", **options)
-    assert "of 2 heads are worse than uniform attention" in report(task=TASK._replace(**more))
+    own = TASK._replace(**more)
+    assert "of 2 heads are worse than uniform attention" in report(task=own)
+    model = runs.restore(finished[0], DATASET, own).model()
+    batch = runs.evaluation_examples(DATASET, SETTINGS, 4)
+    query, key, _ = projections(model, batch)[0]
+    squares = jnp.mean(jnp.sum(query**2 + key**2, axis=-1), axis=(0, 1))
+    rows = read_csv(tmp_path / "own.csv")
+    found = [float(row["(|q|^2 + |k|^2) / 2"]) for row in rows]
+    np.testing.assert_allclose(found, squares / 2 / query.shape[-1] ** 0.5, rtol=1e-4)
     with pytest.raises(ValueError, match="does not define its attention layers"):
         report(task=TASK)
 

@@ -72,8 +72,7 @@ def with_row_1(change):
     ("change", "d", "message"),
     [
         pytest.param(
-            *(lambda x: x.at[40].add(0.3), 64, "projection on axis 40 has the mean 0.3"),
-            marks=LONG,
+            *(lambda x: x.at[40].add(0.3), 64, "projection on axis 40 has the mean 0.3"), marks=LONG
         ),
         (
             lambda x: x.at[5].set(0.5 * x[2] + 0.75**0.5 * x[5]),
@@ -144,11 +143,7 @@ def test_marginals_raise_the_stated_alarms(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "m", "d"),
-    [
-        ("pm-antithetic", 4, 3),
-        ("iid", 1, 1),
-        pytest.param("orf", 2, 3, marks=pytest.mark.slow),
-    ],
+    [("pm-antithetic", 4, 3), ("iid", 1, 1), pytest.param("orf", 2, 3, marks=pytest.mark.slow)],
 )
 def test_squared_errors_raise_the_stated_alarms(name, m, d, monkeypatch):
     """1% of 3000 samples stated, at most 52 alarms allowed (1e-4).

@@ -24,7 +24,8 @@ features of far keys are learned, too, and the way with the lower error on held-
 patches are in the order of a Z-order curve: a square of 16 and both neighbours are exact for each
 other, and class token and registers for all. The window alone is a row of the table. With
 --exact_keys=16 --exact_rows=1 the 16 keys with the largest weights are exact for all queries, and
-all keys for the class token.
+all keys for the class token. With --tolerance=0.1 these numbers, and those of features, are limits:
+each layer has the cheapest that have this attention error on the training images, or stays exact.
 
 A run of another task is converted by the command of its task. Its loss is reported if it has no
 accuracy, and with it the task's measures loss_..., such as that of the second half of a text.
@@ -45,6 +46,7 @@ from flax import nnx
 from rich.progress import Progress
 
 from performer import couplings
+from performer.nnx import PerformerAttention
 from vit import config as configs
 from vit import data
 from vit.config import arguments
@@ -138,6 +140,7 @@ def convert(
     exact_window: Sequence[int] = (0,),
     exact_keys: int = 0,
     exact_rows: int = 0,
+    tolerance: float | None = None,
     draws: int = 4,
     images: int = 256,
     eval_images: int = 0,
@@ -161,6 +164,9 @@ def convert(
             the largest is that of the converted run.
         exact_keys: keys of a head that are exact, those with the largest weights, in all cases.
         exact_rows: first tokens whose attention is exact, in all cases: 1 for a class token.
+        tolerance: largest attention error of a layer on the training examples. `num_features` and
+            `exact_keys` are then limits, and the config of the converted run has the numbers of
+            each block; those that do not reach it stay exact.
         draws: draws of the frequencies, for each coupling, calibration, window and m.
         images: training examples for the calibration.
         eval_images: evaluation examples; 0 for all.
@@ -192,7 +198,7 @@ def convert(
     def case(name: str, method: tuple[str, int], window: int, m: int) -> Case:
         exact: Any = dict(exact_window=window, exact_keys=exact_keys, exact_rows=exact_rows)
         calibrated = configs.Attention("performer", name, m, calibration=method[0], **exact)
-        return Case(calibrated, method[1], keep)
+        return Case(calibrated, method[1], keep, tolerance=tolerance)
 
     product = itertools.product(coupling, methods, exact_window, num_features)
     cases = list(itertools.starmap(case, product))
@@ -201,8 +207,9 @@ def convert(
     checkpoint.check_path(out)
     safety.check_vacant(out, "--out")
     run = runs.restore(workdir).with_window(max(exact_window))
-    if run.task.replacement and (exact_keys or exact_rows):
-        raise ValueError(f"exact_keys and exact_rows do not go with a run of {run.task.name}")
+    if run.task.replacement and (exact_keys or exact_rows or tolerance):
+        names = "exact_keys, exact_rows and tolerance"
+        raise ValueError(f"{names} do not go with a run of {run.task.name}")
     model = run.model()
     batches = list(runs.training_examples(run, images))
     replacement = run.task.replacement or conversion.linearized
@@ -213,6 +220,15 @@ def convert(
     layers = zip(*map(run.task.layers, (model, converted.model)), strict=True)
     exact = [str(i) for i, pair in enumerate(layers) if conversion.is_same(*pair)]
     own = dataclasses.replace(chosen.attention, exact_layers=",".join(exact))
+    if tolerance is not None:
+        functions = [layer.attention_fn for layer in run.task.layers(converted.model)]
+        sizes = [
+            (f.frequencies.shape[-2], f.window.exact_keys)
+            if isinstance(f, PerformerAttention)
+            else (own.num_features, own.exact_keys)
+            for f in functions
+        ]
+        own.sizes = ",".join(f"{m}+{keys}" for m, keys in sizes)
     if converted.transferred:  # learned features have no calibration
         own = dataclasses.replace(own, calibration="none", transferred=True)
     new_config = dataclasses.replace(config, attention=own, num_epochs=num_epochs)
@@ -256,7 +272,12 @@ def main(workdir: Path, out: Path | None, images: int, **options: Any) -> None:
     start = time.monotonic()
     table = convert(workdir, out, images=images, **options)
     report.record(out, time.monotonic() - start)
-    print(f"{table}\nThe report and the converted run are in {out}.")
+    print(table)
+    own = configs.of_run(out).attention
+    if own.sizes:
+        exact = own.exact_layers or "none"
+        print(f"features and exact keys of the blocks: {own.sizes}; exact blocks: {exact}")
+    print(f"The report and the converted run are in {out}.")
     print(f"next: {command('train', workdir=out)}")
 
 

@@ -194,6 +194,13 @@ class Attention:
         0, "Keys of a head that are exact for all queries, those with the largest weights."
     )
     exact_rows: int = _count(0, "First tokens whose attention is exact: 1 for a class token.")
+    sizes: str = _field(
+        "",
+        """Features and exact keys of each block, as "64+16,128+0", where they differ from
+        `num_features` and `exact_keys`: `vit.convert --tolerance` sets it.""",
+        'features and exact keys of blocks, as "64+16,128+0", or nothing',
+        holds=lambda text: re.fullmatch(r"([1-9]\d*\+\d+(,(?!$)|$))*", text) is not None,
+    )
     transferred: bool = _field(
         False, "Features learned beside a window by attention transfer: `vit.convert` sets it."
     )
@@ -353,6 +360,8 @@ RULES: dict[str, Callable[[Config], bool]] = {
     " the depth of config.model.variant": lambda c: (
         max(exact_layers(c.attention.exact_layers), default=0) < c.model.size.depth
     ),
+    "config.attention.sizes must be empty or have config.model.depth entries; 0 stands for the"
+    " depth of config.model.variant": lambda c: len(block_sizes(c)) == c.model.size.depth,
     **{
         f"config.attention.{name} must be 0 with config.attention.implementation": (
             lambda c, name=name: c.attention.implementation == "xla" or not vars(c.attention)[name]
@@ -465,6 +474,23 @@ def window(config: Config) -> Window:
     own = config.attention
     first = config.model.num_prefix if own.exact_window else 0
     return Window(own.exact_window, first, own.exact_keys, own.exact_rows)
+
+
+def block_sizes(config: Config) -> list[tuple[int, ...]]:
+    """Return the numbers of features and of exact keys of each block."""
+    own = config.attention
+    if not own.sizes:
+        return [(own.num_features, own.exact_keys)] * config.model.size.depth
+    return [tuple(map(int, entry.split("+"))) for entry in own.sizes.split(",")]
+
+
+def of_block(config: Config, block: int) -> Config:
+    """Return the config with the attention of this block: softmax if exact, or its own sizes."""
+    m, keys = block_sizes(config)[block]
+    own = dataclasses.replace(config.attention, num_features=m, exact_keys=keys)
+    if block in exact_layers(own.exact_layers):
+        own.kind = "softmax"
+    return dataclasses.replace(config, attention=own)
 
 
 def exact_layers(text: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Real
 
 from performer.nnx import PerformerAttention
-from vit.config import Config, exact_layers, window
+from vit.config import Config, of_block, window
 from vit.model.grid import GridAttention
 from vit.task import random_streams as random_streams
 
@@ -84,8 +84,7 @@ class ViT(nnx.Module):
         norm = partial(nnx.LayerNorm, size.width, epsilon=model.epsilon, rngs=rngs)
         self.embed_norm = norm(dtype=dtype) if model.embed_norm else None
         rates = np.linspace(0, model.drop_path, size.depth).tolist()
-        exact = exact_layers(config.attention.exact_layers)
-        blocks = [Block(config, rngs, rate, i in exact) for i, rate in enumerate(rates)]
+        blocks = [Block(of_block(config, i), rngs, rate) for i, rate in enumerate(rates)]
         self.blocks = nnx.List(blocks)
         self.norm = None if model.final_norm == "none" else norm(dtype=jnp.float32)
         self.pool = AttentionPooling(config, rngs) if self.pooling == "attention" else None
@@ -219,9 +218,9 @@ class Block(nnx.Module):
     divided by 1 - drop_path.
     """
 
-    def __init__(self, config: Config, rngs: nnx.Rngs, drop_path: float = 0.0, exact: bool = False):
+    def __init__(self, config: Config, rngs: nnx.Rngs, drop_path: float = 0.0):
         model, width = config.model, config.model.size.width
-        linear = config.attention.kind == "performer" and not exact
+        linear = config.attention.kind == "performer"
         attention_fn = performer(config, rngs) if linear else nnx.dot_product_attention
         dtype = jnp.dtype(model.dtype)
         norm = partial(nnx.LayerNorm, width, epsilon=model.epsilon, dtype=dtype, rngs=rngs)

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from vit import data
-from vit.config import Config, exact_layers
+from vit.config import Attention, Config, of_block
 from vit.data import Batch, Dataset, augment
 from vit.model import ViT
 from vit.task import SUBJECTS, Sums, Task, Triple
@@ -171,7 +171,7 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
     With n tokens of width w, L layers and m features: 2 n p^2 c w for the embedding, and in each
     layer 8 n w^2 for the projections, 4 n w mlp_dim (6 with SwiGLU), and 4 n^2 w for softmax or
     8 n m w for random features (`exact_layers` are softmax), plus 4 n w for each exact key of a
-    query in a window, or 2 n^2 (m heads + w) for a mask. Pooling by attention is a layer with one
+    query, or 2 n^2 (m heads + w) for a mask. Pooling by attention is a layer with one
     query; `pre_logits` adds 2 w^2. A training step has three times as many; recomputation by
     `remat` is not counted.
     """
@@ -179,15 +179,17 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
     patches = (config.data.image_size // patch_size) ** 2
     pooling, width = config.model.pooling, size.width
     n = patches + config.model.num_prefix
-    m, window = config.attention.num_features, config.attention.exact_window
+    window = config.attention.exact_window
     near = min(n, 3 * window + config.model.num_prefix) if window else 0
-    exact = size.depth
-    if config.attention.kind == "performer":
-        exact = len(set(exact_layers(config.attention.exact_layers)))
-    linear = 4 * n * width * (2 * m + near)
-    if config.attention.mask == "grid":
-        linear = 2 * n**2 * (m * size.num_heads + width)
-    attention = 4 * n**2 * width * exact + linear * (size.depth - exact)
+
+    def block(own: Attention) -> int:
+        if own.kind == "softmax":
+            return 4 * n**2 * width
+        if own.mask == "grid":
+            return 2 * n**2 * (own.num_features * size.num_heads + width)
+        return 4 * n * width * (2 * own.num_features + near + min(n, own.exact_keys))
+
+    attention = sum(block(of_block(config, i).attention) for i in range(size.depth))
     mlp = (6 if config.model.activation == "swiglu" else 4) * size.mlp_dim
     layer = width * (8 * n * width + n * mlp)
     pooled = width * (4 * (patches + 1) * width + mlp + 4 * patches) * (pooling == "attention")

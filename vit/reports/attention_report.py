@@ -44,9 +44,9 @@ def rows(
         model: in evaluation mode.
         batch: examples, as `runs.evaluation_examples` gives.
         coupling: coupling of the frequencies that are drawn.
-        num_features: m.
+        num_features: m of layers with softmax attention.
         draws: number of draws.
-        window: near keys that are exact.
+        window: pairs that are exact beside features in layers with softmax attention.
 
     Raises:
         ValueError: if the task does not describe its attention, or the coupling is unknown.
@@ -55,15 +55,18 @@ def rows(
     linear = [isinstance(function, PerformerAttention) for function in functions]
     triples, records = nnx.jit(task.projections)(model, batch), []
     for number, (function, (query, key, value)) in enumerate(zip(functions, triples, strict=True)):
+        m, near = num_features, window
+        if linear[number]:
+            m, near = function.frequencies.shape[-2], function.window
         error = attention_error(
             query,
             key,
             value,
             coupling=coupling,
-            num_features=num_features,
+            num_features=m,
             draws=draws,
             calibration=function.calibration if linear[number] else None,
-            **window._asdict(),
+            **near._asdict(),
         )
         assert error.output is not None
         assert error.uniform_output is not None

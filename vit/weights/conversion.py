@@ -36,6 +36,8 @@ class Case(NamedTuple):
     keep: int = 0
     """Number of layers that stay exact, those with the largest errors."""
     seed: int = 0
+    tolerance: float | None = None
+    """Largest error of a layer, for which numbers of features and exact keys are limits."""
 
 
 class Replaced(NamedTuple):
@@ -124,6 +126,7 @@ def linearized(
             calibration=own.calibration,
             refine_steps=case.refine_steps,
             keep=case.keep,
+            tolerance=case.tolerance,
             **window._asdict(),
             call=task.count,
             measured=measured,

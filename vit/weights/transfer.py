@@ -281,7 +281,7 @@ def _cubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
     return weights
 
 
-FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "transferred")
+FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "transferred", "sizes")
 """Fields of `config.attention` that determine the draw of frequencies."""
 
 
