@@ -69,6 +69,22 @@ def test_what_cannot_be_divided_is_named():
             devices.mesh(small_config(**changes), [object()] * count)
 
 
+def test_only_data_cross_the_network_between_slices():
+    class Device:
+        platform = device_kind = "cpu"
+        process_index = 0
+
+        def __init__(self, number):
+            self.id, self.slice_index = number, number % 2
+
+    both = [Device(i) for i in range(8)]
+    mesh = devices.mesh(small_config(fsdp=2, seq=2), both)
+    assert mesh.shape == {"data": 2, "fsdp": 2, "seq": 2}
+    assert [{x.slice_index for x in part.flat} for part in mesh.devices] == [{0}, {1}]
+    with pytest.raises(ValueError, match="fsdp=4 x .*seq=2 does not divide the 4 devices of each"):
+        devices.mesh(small_config(fsdp=4, seq=2), both)
+
+
 def test_one_worker_of_a_slice_is_refused_instead_of_waiting_for_the_others(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     devices.check_alone()

@@ -50,7 +50,7 @@ from performer.attention.state import (
     extended,
     finite,
     flat,
-    heads_first,
+    in_blocks,
     operand_dtype,
     pad,
     state_of,
@@ -149,7 +149,7 @@ def sweep(
 
     def chunks(x, beside=0):  # (b, t, k, ...) -> (count, k, b, c, s (1 + beside), ...)
         parts = (x[:, i * s : i * s + count * length] for i in range(1 + beside))
-        parts = [heads_first(y, count, length) for y in parts]
+        parts = [jnp.moveaxis(in_blocks(y, count, length), 3, 1) for y in parts]
         return jnp.concatenate([y.reshape(*y.shape[:3], c, s, *y.shape[4:]) for y in parts], axis=4)
 
     queries = jnp.swapaxes(chunks(query), 4, 5)  # (count, k, b, c, g, s, h)

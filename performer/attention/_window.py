@@ -45,6 +45,7 @@ from performer.attention.state import (
     extended,
     flat,
     heads_first,
+    in_blocks,
     pad,
     ratio,
     take,
@@ -376,13 +377,13 @@ def _looked_up(
     (b, t, k, _), (count, length) = x.shape, blocks(x.shape[1], block)
 
     def of_block(x):
-        split, flat_state = jax.tree.map(flat, (features(x), state))
+        split, flat_state = jax.tree.map(flat, (features(heads_first(x)), state))
         rows = far_rows(split, [(flat_state, None, None)], None, state.normaliser.dtype)
         positive = rows.normaliser > 0  # features with signs may have others
         logarithm = jnp.log(jnp.where(positive, rows.normaliser, 1.0)) + rows.maximum
         return jnp.where(positive, logarithm, -jnp.inf)
 
-    xs = heads_first(x, count, length)
+    xs = in_blocks(x, count, length)
     totals = of_block(xs[0]) if count == 1 else jax.lax.map(of_block, xs)
     totals = totals.reshape(count, k, b, length).transpose(2, 0, 3, 1)
     return totals.reshape(b, count * length, k)[:, :t]

@@ -174,9 +174,8 @@ def state_of(split: Split, value: Float[Array, "..."]) -> State:
 
 def _over_keys(weights: Array, value: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     """s = sum_k f(k), z = sum_k f(k) v(k)."""
-    return jnp.sum(weights, axis=-2), dot(
-        "...sm,...sv->...mv", weights.astype(dtype), value.astype(dtype), dtype
-    )
+    z = dot("...sv,...sm->...vm", value.astype(dtype), weights.astype(dtype), dtype)
+    return jnp.sum(weights, axis=-2), transposed(z)
 
 
 _over_keys_narrow = jax.custom_jvp(_over_keys, nondiff_argnums=(2,))
@@ -201,12 +200,12 @@ def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> Sta
 
     @partial(jax.checkpoint, prevent_cse=count == 1)
     def add(state, xs):
-        key, value, log_weights = xs
+        key, value, log_weights = jax.tree.map(heads_first, xs)
         split, value, log_weights = jax.tree.map(flat, (key_map(key), value, log_weights))
         return combine(state, state_of(weighted(split, log_weights), value))
 
     keys = extended(keys, 0, count * length - s)
-    xs = jax.tree.map(lambda x: heads_first(x, count, length), tuple(keys[:3]))
+    xs = jax.tree.map(lambda x: in_blocks(x, count, length), tuple(keys[:3]))
     state = jax.tree.map(flat, initial)
     if count == 1:
         state = add(state, jax.tree.map(lambda x: x[0], xs))
@@ -227,30 +226,28 @@ def attend(
 
     @partial(jax.checkpoint, prevent_cse=count == 1)
     def attend_block(query, state):
-        exponent, factor = jax.tree.map(flat, query_map(query))
+        # (b, length, k, g, h) -> (k, b, length g, h): the query heads of a key head are rows
+        rows = heads_first(query).reshape(k, b, length * g, h)
+        exponent, factor = jax.tree.map(flat, query_map(rows))
         exponent = exponent + state.maximum[..., None, :]
         maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
         weights = exponentials((exponent, factor), maximum)
         over_features = _over_features_narrow if dtype == jnp.bfloat16 else _over_features
-        return over_features(weights, state.normaliser, state.numerator, dtype).astype(dtype)
+        output = over_features(weights, state.normaliser, state.numerator, dtype).astype(dtype)
+        return output.reshape(k, b, length, g, output.shape[-1]).transpose(1, 2, 0, 3, 4)
 
-    state = jax.tree.map(flat, state)
-    # (b, t, k, g, h) -> (count, k, b, length g, h): the query heads of a key head are rows
-    queries = heads_first(query.transpose(0, 1, 3, 2, 4).reshape(b, t * g, k, h), count, length * g)
+    state, queries = jax.tree.map(flat, state), in_blocks(query, count, length)
     if count == 1:
-        outputs = attend_block(queries[0], state)[None]
-    else:
-        outputs = jax.lax.map(lambda x: attend_block(x, state), queries)
-    width = outputs.shape[-1]
-    # (count, k, b, length g, v) -> (b, count length, k, g, v)
-    outputs = outputs.reshape(count, k, b, length, g, width).transpose(2, 0, 3, 1, 4, 5)
-    return outputs.reshape(b, count * length, k, g, width)[:, :t]
+        return attend_block(queries[0], state)[:, :t]
+    outputs = jnp.moveaxis(jax.lax.map(lambda x: attend_block(x, state), queries), 0, 1)
+    return outputs.reshape(b, count * length, *outputs.shape[3:])[:, :t]
 
 
 def _over_features(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> Array:
     """o = sum_j a_j z_j / sum_j a_j s_j."""
     denominator = dot("...tm,...m->...t", weights, s, s.dtype)
-    numerator = dot("...tm,...mv->...tv", weights.astype(dtype), z.astype(dtype), dtype)
+    z = transposed(z.astype(dtype))
+    numerator = dot("...tm,...vm->...tv", weights.astype(dtype), z, dtype)
     return normalised(numerator, denominator)
 
 
@@ -275,6 +272,16 @@ def _(dtype, primals, tangents):
     change -= normalised(over_z(weights, near), denominator) * d_denominator
     output = normalised(over_z(weights, z), denominator)
     return output, normalised(rounded(change), denominator)
+
+
+def transposed(z: Array) -> Array:
+    """(..., v, m) -> (..., m, v), or back.
+
+    A CPU transposes the left operand of a product over tokens: values, which are narrower than
+    features. Without the barriers XLA would exchange the operands.
+    """
+    apart = jax.lax.optimization_barrier
+    return apart(jnp.swapaxes(apart(z), -1, -2))
 
 
 def normalised(numerator: Array, denominator: Array) -> Array:
@@ -306,11 +313,15 @@ def extended(keys: Keys, before: Size, after: Size) -> Keys:
     return Keys(key, value, pad(log_weights, before, after, -jnp.inf), log_decay)
 
 
-def heads_first(x: Array, count: Size, length: Size) -> Array:
-    """(b, t, k, ...) -> (count, k, b, length, ...), padded with zeros."""
+def in_blocks(x: Array, count: Size, length: Size) -> Array:
+    """(b, t, ...) -> (count, b, length, ...), padded with zeros."""
     x = pad(x, 0, count * length - x.shape[1])
-    x = x.reshape(x.shape[0], count, length, *x.shape[2:])
-    return x.transpose(1, 3, 0, 2, *range(4, x.ndim))
+    return jnp.moveaxis(x.reshape(x.shape[0], count, length, *x.shape[2:]), 1, 0)
+
+
+def heads_first(x: Array) -> Array:
+    """(b, t, k, ...) -> (k, b, t, ...)."""
+    return jnp.moveaxis(x, 2, 0)
 
 
 def flat(x: Array) -> Array:

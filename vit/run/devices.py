@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit.config import Config
@@ -155,6 +155,8 @@ def check_same(values: dict[str, Any]) -> None:
 def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     """Return the mesh (data, fsdp, seq) of all devices, or of those given.
 
+    The devices of "fsdp" and "seq" are of one slice of TPUs; "data" runs over all slices.
+
     Raises:
         ValueError: when the number of devices does not fit `fsdp`, `seq` or the batch size.
     """
@@ -171,8 +173,18 @@ def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
         raise ValueError(
             f"config.data.batch_size={config.data.batch_size} is not divisible by {there}{times}"
         )
-    shape = (count // config.fsdp, config.fsdp, seq)
-    return jax.make_mesh(shape, ("data", "fsdp", "seq"), (AxisType.Auto,) * 3, devices=devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if len(devices) // slices % (config.fsdp * seq):
+        raise ValueError(
+            f"config.fsdp={config.fsdp} x config.seq={seq} does not divide the"
+            f" {len(devices) // slices} devices of each of {slices} slices"
+        )
+    shape = (count // config.fsdp // slices, config.fsdp, seq)
+    axes = ("data", "fsdp", "seq"), (AxisType.Auto,) * 3
+    if slices == 1:
+        return jax.make_mesh(shape, *axes, devices=devices)
+    grid = mesh_utils.create_hybrid_device_mesh(shape, (slices, 1, 1), devices)
+    return Mesh(grid, *axes)
 
 
 def of_state(mesh: Mesh, state: Any) -> Any:

@@ -1,8 +1,8 @@
 """Cost of a run: its steps compiled, not run, for present or absent devices.
 
-Absent devices are TPU slices by name and shape, or GPUs of one host:
+Absent devices are TPU slices by number, name and shape, or GPUs of one host:
 
-    v5e:4x4   v6e:2x2   v5p:2x2x2   v4:2x2x1   h100:8   h200:8   a100:8
+    v5e:4x4   2xv5e:4x4   v6e:2x2   v5p:2x2x2   v4:2x2x1   h100:8   h200:8   a100:8
 
 Their compilers run on any machine: `libtpu` for TPUs, JAX's CUDA plugin for GPUs, which the files
 in `targets` describe. No data set is read then: its size is in `KNOWN`, or given.
@@ -67,19 +67,20 @@ def absent(topology: str) -> Sequence[Any]:
         ValueError: for another word, or without the compiler; the message has the command that
             installs it.
     """
-    tpu = re.fullmatch(r"v(4|5e|5p|6e):(\d+(?:x\d+)+)", topology)
+    tpu = re.fullmatch(r"(?:([1-9]\d*)x)?(v(4|5e|5p|6e):\d+(?:x\d+)+)", topology)
     gpu = re.fullmatch(r"([a-z]\w*):([1-8])", topology)
     gpus = sorted(path.stem for path in TARGETS.glob("*.txtpb"))
     if not tpu and not (gpu and gpu[1] in gpus):
         raise ValueError(
-            f"--topology={topology}: a TPU slice, as v5e:4x4 (v4, v5e, v5p, v6e), or GPUs of one"
-            f" host, as h100:8 ({', '.join(gpus)})"
+            f"--topology={topology}: a TPU slice, as v5e:4x4 (v4, v5e, v5p, v6e), several, as"
+            f" 2xv5e:4x4, or GPUs of one host, as h100:8 ({', '.join(gpus)})"
         )
     try:
         if tpu:
             os.environ |= LIBTPU | dict(os.environ)
-            options = {"chip_config_name": "megacore"} if tpu[1] == "4" else {}
-            return topologies.get_topology_desc(topology, "tpu", **options).devices
+            options: Any = {"chip_config_name": "megacore"} if tpu[3] == "4" else {}
+            slices = int(tpu[1] or 1)
+            return topologies.get_topology_desc(tpu[2], "tpu", num_slices=slices, **options).devices
         assert gpu
         jax.config.update("jax_platforms", "cpu")  # else the plugin looks for a driver
         jax.devices()  # finds the plugin
