@@ -182,6 +182,11 @@ def test_pairs_are_by_seed_and_leave_out_what_diverged():
     assert compare.rows(single)[1]["seeds needed for +0.008"] == ""
 
 
+def test_curves_are_means_over_seeds():
+    (row,) = compare.curves([result("pm", [0.2, 0.4])])
+    assert row["eval_accuracy"] == pytest.approx(0.3)
+
+
 def test_a_report_of_any_finished_runs(compared, tmp_path):
     """What differs in their configs is compared; a run that goes on, or twice the same, is none."""
     folders = [compared[0] / "runs" / "pm" / f"seed{seed}" for seed in (0, 1)]

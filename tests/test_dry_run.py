@@ -79,6 +79,11 @@ def test_sizes_of_data_that_are_not_read():
         dry_run.dataset(other, "v5e:4x4")
 
 
+def test_bytes_of_collectives():
+    text = "a = f32[2,3]{1,0} all-reduce(x)\nb = (bf16[4]{0}, s8[5]{0}) all-gather-start(y)"
+    assert dry_run.collectives(text) == {"all-reduce": (1, 24), "all-gather": (1, 13)}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 @pytest.mark.parametrize(("topology", "kind"), [("v5e:2x2", "TPU v5 lite"), ("v6e:2x2", "TPU v6")])

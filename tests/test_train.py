@@ -81,6 +81,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, c
         attention=dataclasses.replace(CALIBRATED, redraw_every=2),
         optim=config.Optim(learning_rate=1e-2, warmup_steps=1, accumulate=2, ema=0.9),
     )
+    monkeypatch.setattr(devices, "peak_flops", lambda: 1e12)
     train.train(settings, tmp_path / "whole")
 
     for stop, end in ((1, SystemExit), (2, KeyboardInterrupt)):
@@ -104,6 +105,10 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, c
     logs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
     for a, b in zip(*logs, strict=True):
         assert (a["step"], a["train_loss"]) == (b["step"], b["train_loss"])
+    flops = 3 * runs.subject(settings)[1].operations(settings)
+    for record in logs[0]:
+        share = record["images_per_second"] * flops / 1e12
+        assert record["mfu"] == pytest.approx(share, rel=1e-6)
     found = evaluate.evaluate_run(tmp_path / "parts")
     assert found["eval_loss"] == pytest.approx(logs[0][-1]["eval_loss"], rel=1e-5)
 
