@@ -156,6 +156,10 @@ def test_refining_what_is_far():
     seen, unseen, window = sample(64), sample(16, seed=2), Window(1)
     drawn = couplings.draw(jax.random.key(1), "orf", 16, 4, 2)
     start, fitted = calibrated_far(drawn, window, seen, is_causal=True)
+    tilts = (
+        calibrated_far(drawn, window, seen, method=x) for x in ("full", "shift+scale+proposal")
+    )
+    np.testing.assert_array_equal(*(tilted.of_key for tilted, _ in tilts))  # not traceless
     far = Far.of(START * start.of_key)
     refined = refine_far(far, fitted, window, seen, steps=100, is_causal=True)
 

@@ -240,7 +240,8 @@ def calibrated_far(
         sample: queries and keys.
         method: of `performer.calibration.calibrate`. A tilt or proposal becomes frequencies and
             biases of the features.
-        coupling: of the frequencies, as in `performer.calibration.calibrate`.
+        coupling: of the frequencies, as in `performer.calibration.calibrate`. Beside a window a
+            tilt is never traceless.
         is_causal: query i sees the keys up to i.
 
     Returns:
@@ -248,7 +249,7 @@ def calibrated_far(
     """
     far_pairs = sample.pairs(is_causal) & ~sample.near(window)
     moments = pair_moments(*sample[:2], mask=far_pairs, num_queries=64)
-    calibration = fit(moments, method, coupling)
+    calibration = fit(moments, method, coupling, window.is_mixed)
     _, of_key, log_weights = fold(calibration, frequencies)
     far = Far.of(jnp.broadcast_to(of_key, frequencies.shape))
     if log_weights is not None and calibration.root is not None:
