@@ -43,8 +43,7 @@ def test_the_losses_are_those_of_their_definitions():
     estimate, exact = np.exp(q @ w.T) @ np.exp(w @ k.T - np.sum(k**2, axis=1) / 2), np.exp(q @ k.T)
     off = estimate / estimate.sum(1, keepdims=True) - exact / exact.sum(1, keepdims=True)
     of_q, of_k, of_w = (jnp.asarray(x, jnp.float32) for x in (q, k, w))
-    found = copula.attention_mse(of_q, of_k)(of_w)
-    np.testing.assert_allclose(found, np.mean(off**2), rtol=1e-4)
+    np.testing.assert_allclose(copula.attention_mse(of_q, of_k)(of_w), np.mean(off**2), rtol=1e-4)
     differences = q[:, None] - q
     off = np.cos(differences @ w.T).mean(-1) - np.exp(-np.sum(differences**2, -1) / 2)
     np.testing.assert_allclose(copula.kernel_rmse(of_q)(of_w), np.sqrt(np.mean(off**2)), rtol=1e-4)

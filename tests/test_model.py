@@ -172,7 +172,7 @@ def test_stochastic_depth_has_the_law_of_its_definition(monkeypatch):
     A summand that stays is divided by 1 - p. 4,000 examples: false-alarm rate 6e-7 for each mean.
     """
     monkeypatch.setitem(config.SIZES, "XS", TINY._replace(depth=3))
-    settings = small_config(model=config.Model("XS/4", drop_path=0.6))
+    settings = small_config(model=config.Model("XS/4", drop_path=0.6, dropout=0.1))
     model, n, ones = new_vit(settings), 4000, jnp.ones((4000, 3, 2))
     assert [block.drop_path.rate for block in model.blocks] == pytest.approx([0, 0.3, 0.6])
     for block, rate in zip(model.blocks, (0.0, 0.3, 0.6), strict=True):
@@ -183,6 +183,9 @@ def test_stochastic_depth_has_the_law_of_its_definition(monkeypatch):
         kept = got[:, 0, 0] > 0
         np.testing.assert_allclose(got[kept], 1 / (1 - rate), rtol=1e-6)
         assert abs(kept.mean() - (1 - rate)) <= 5 * np.sqrt(rate * (1 - rate) / n)
+    block, x = model.blocks[0], jax.random.normal(jax.random.key(0), (3, 4, 16))
+    block.dropout.deterministic = False
+    assert not np.allclose(block(x)[0], block(x)[0])  # dropout
 
 
 def test_sincos_positions_are_distinct_and_of_unit_amplitude():

@@ -80,8 +80,7 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
     batch = runs.evaluation_examples(DATASET, SETTINGS, 4)
     query, key, _ = projections(model, batch)[0]
     squares = jnp.mean(jnp.sum(query**2 + key**2, axis=-1), axis=(0, 1))
-    rows = read_csv(tmp_path / "own.csv")
-    found = [float(row["(|q|^2 + |k|^2) / 2"]) for row in rows]
+    found = [float(row["(|q|^2 + |k|^2) / 2"]) for row in read_csv(tmp_path / "own.csv")]
     np.testing.assert_allclose(found, squares / 2 / query.shape[-1] ** 0.5, rtol=1e-4)
     with pytest.raises(ValueError, match="does not define its attention layers"):
         report(task=TASK)
