@@ -38,8 +38,8 @@ KNOWN = {
 Plan = dict[str, Any]
 """Cost of a run as returned by `plan`."""
 
-WITHIN = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-COLLECTIVES = (*WITHIN, "send")  # an all-reduce between slices of TPUs is a send
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+COLLECTIVES += ("send",)  # an all-reduce between slices of TPUs
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 
 ADVICE = (
