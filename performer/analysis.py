@@ -42,11 +42,12 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.attention import performer_attention
-from performer.attention._masks import key_mask
 from performer.attention.calibration import Calibration, fold, transform_keys, transform_queries
+from performer.attention.masks import key_mask
 from performer.attention.refinement import is_near
-from performer.attention.state import finite
-from performer.typing import Coupling, Window, jit_static
+from performer.attention.values import Exact
+from performer.numerics import finite
+from performer.typing import Coupling, jit_static
 
 BLOCK = 256
 """Rows of the attention matrix that exist at a time."""
@@ -213,8 +214,11 @@ def attention_error(
     if draws < 3:
         raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
     lead, h = query.shape[:-3], query.shape[-1]
-    window, most = Window(**exact), most or num_features
-    options = window._asdict() | dict(calibration=calibration, scale=scale, is_causal=is_causal)
+    selected = Exact(*(exact.pop(f"exact_{name}", 0) for name in Exact._fields))
+    most = most or num_features
+    options = (
+        selected.options | exact | dict(calibration=calibration, scale=scale, is_causal=is_causal)
+    )
     _check(query, key, value, coupling, num_features, options)
     tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
     m, k, keys = num_features, key.shape[-2], jax.random.key(seed)
@@ -225,7 +229,7 @@ def attention_error(
     if fitted.root is not None:  # `fold` leaves out det L, which attention does not see
         log_det = np.linalg.slogdet(np.asarray(fitted.root, np.float64)).logabsdet
         log_weights = log_weights + np.asarray(log_det, np.float32)[..., None]
-    near, chooses = window if any(window) else None, window.exact_keys > 0
+    near, chooses = selected if any(selected) else None, selected.keys > 0
     static = is_causal, chooses
     sums, norms = _measure(*tokens, exists, fitted, frequencies, log_weights, near, *static)
     sums, norms = jax.tree.map(  # (b, n, ...) -> (..., n, ...)
@@ -405,7 +409,7 @@ def _draw(coupling: Coupling, m: int, h: int, k: int, draws: int, key: Array) ->
 
 @partial(jax.jit, static_argnames=("is_causal", "chooses"))
 def _measure(
-    query, key, value, exists, calibration, frequencies, log_weights, window, is_causal, chooses
+    query, key, value, exists, calibration, frequencies, log_weights, selected, is_causal, chooses
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the matrices of each head.
 
@@ -439,7 +443,7 @@ def _measure(
             if chooses:
                 weigh = partial(_ranks, keys, rows[1].reshape(-1, h), place.reshape(-1) < t)
                 features = *features[:2], jax.lax.map(lambda x: weigh(*x), features[:2])
-            block = partial(_block, keys, features, window, t, is_causal)
+            block = partial(_block, keys, features, selected, t, is_causal)
             return jax.lax.map(lambda x: block(*x), (*rows, place))
 
         of_keys = (
@@ -463,7 +467,7 @@ def _ranks(keys, query, exists, w, log_weights) -> Array:
 
 
 def _block(
-    keys, features, window, t, is_causal, query, moved_query, along, place
+    keys, features, selected, t, is_causal, query, moved_query, along, place
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the rows of these queries, (r, h): those below t that have keys."""
     key, moved_key, value, exists = keys
@@ -493,10 +497,10 @@ def _block(
         top = jnp.max(on_queries, axis=-1, keepdims=True)
         kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - finite(top_key)).T
         kernel = jnp.where(seen, kernel, 0)
-        if window is not None:
-            near = is_near(place, jnp.arange(len(key)), window)
-            near |= (place < window.exact_rows)[:, None]
-            near = seen & (near if ranks is None else near | (ranks < window.exact_keys))
+        if selected is not None:
+            near = is_near(place, jnp.arange(len(key)), selected)
+            near |= (place < selected.rows)[:, None]
+            near = seen & (near if ranks is None else near | (ranks < selected.keys))
             exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)
             new = jnp.maximum(top, jnp.max(exact, axis=-1, keepdims=True))
             kernel = jnp.where(near, jnp.exp(exact - new), kernel * jnp.exp(top - new))

@@ -5,7 +5,7 @@ from typing import Any
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer.attention._dropin import attention_fn
+from performer.attention.dropin import attention_fn
 from performer.choices import extra
 
 with extra("flax"):

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,27 +105,3 @@ def jit_static(*static: int) -> Callable[[Callable], Callable]:
         return call
 
     return decorate
-
-
-class Window(NamedTuple):
-    """Pairs with exact attention, by the arguments of `performer.performer_attention`.
-
-    If any of them is not 0, features estimate the kernel itself and not a multiple.
-    """
-
-    exact_window: int = 0
-    """Tokens of a chunk whose keys are exact for it and its neighbours."""
-    exact_first: int = 0
-    """Number of first keys that are exact for all queries."""
-    exact_keys: int = 0
-    """Number of keys of a head, those with the largest weights, that are exact for all queries."""
-    exact_rows: int = 0
-    """Number of first queries that are exact against all keys."""
-
-    @property
-    def is_mixed(self) -> bool:
-        """True if rows have exact pairs beside features."""
-        return self.exact_window > 0 or self.exact_keys > 0
-
-
-NO_WINDOW = Window()

@@ -165,6 +165,6 @@ def digits_run(tmp_path_factory, plot_learning_curve):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Attention in chunks of 4 tokens and blocks of 3 chunks: short sequences have many."""
-    from performer.attention import _sizes
+    from performer.attention import sizes
 
-    monkeypatch.setattr(_sizes, "chunk_and_block", lambda *_: (4, 12))
+    monkeypatch.setattr(sizes, "chunk_and_block", lambda *_: (4, 12))

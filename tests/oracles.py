@@ -74,16 +74,14 @@ def _head(x, ndim, head, heads):
     return x[head * len(x) // heads] if x.ndim > ndim else x
 
 
-def _one_head(query, key, frequencies, head, n, root, shift, weights, calibration):
-    """Query, key, frequencies and log-weights of a query head, after shift and calibration."""
+def _one_head(query, key, frequencies, head, n, root, weights, calibration):
+    """Query, key, frequencies and log-weights of a query head, after calibration."""
     k = key.shape[1]
     of_key = head * k // n
     keys, w, log_weights = key[:, of_key], _head(frequencies, 2, head, n), np.zeros(1)
     if weights is not None:
         with np.errstate(divide="ignore"):
             log_weights = np.log(_head(weights, 1, head, n))
-    if shift is not None:
-        keys = keys - _head(shift, 1, of_key, k)
     keys = keys * root
     if calibration is not None:
         c, m, inverse, mu, spread = (
@@ -113,7 +111,7 @@ def other_features(feature_map, p, half):
 
 
 def key_state(
-    key, value, frequencies, heads, log_weights, *, scale, shift, weights, calibration, feature_map
+    key, value, frequencies, heads, log_weights, *, scale, weights, calibration, feature_map
 ):
     """The state of `performer_attention`, (b, heads, m) and (b, heads, m, v), relative to c.
 
@@ -127,7 +125,7 @@ def key_state(
         exists = log_weights[i, :, head * k // heads, None] > -np.inf
         tokens = np.zeros((1, h)), np.where(exists[..., None], key[i], 0)
         _, keys, w, of_features = _one_head(
-            *tokens, frequencies, head, heads, root, shift, weights, calibration
+            *tokens, frequencies, head, heads, root, weights, calibration
         )
         p, half = keys @ w.T, np.sum(keys**2, axis=-1, keepdims=True) / 2
         a = np.exp(np.broadcast_to(of_features, p.shape[-1:]))
@@ -229,7 +227,6 @@ def full_attention(
     segments=None,
     is_causal=False,
     scale=None,
-    shift=None,
     weights=None,
     calibration=None,
     feature_map="positive",
@@ -249,7 +246,6 @@ def full_attention(
         lengths: (b,).
         log_weights: of the keys, what broadcasts to (b, s, k).
         segments: (b, t) and (b, s).
-        shift: (h,) or (k, h).
         calibration: c, M, M^-1, mu, L, each for all heads or for each key head.
         earlier: (key, value) that all queries see before the others, as they are.
         query_frequencies: as frequencies.
@@ -281,7 +277,7 @@ def full_attention(
     for i, head in np.ndindex(b, n):
         q, values = query[i, :, head] * root, value[i, :, head * k // n]
         q, keys, w, of_features = _one_head(
-            q, key[i], frequencies, head, n, root, shift, weights, calibration
+            q, key[i], frequencies, head, n, root, weights, calibration
         )
         of_head = of_keys[i, :, head * k // n]
         allowed = np.broadcast_to(of_head > -np.inf, (t, before + s)).copy()

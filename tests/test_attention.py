@@ -3,6 +3,7 @@
 The values of each option with every other one are in `test_attention_options`.
 """
 
+import inspect
 from functools import partial
 
 import chex
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from performer import performer_attention
-from performer.attention import attention_weights
+from performer.attention import attention_weights, op, refusals
 from performer.attention.calibration import Calibration
 from tests.attention_inputs import SLOPES, H, M, V, close, inputs, orthogonal
 from tests.tiers import tiers
@@ -154,45 +155,101 @@ def ones(*shape, dtype=np.float32):
 
 
 SHORT = dict(query=ones(2, 3, 4, H))
-REFUSED = [
-    (dict(feature_map="postive"), "unknown feature map 'postive'; did you mean 'positive'"),
-    (dict(scale=float("nan")), "scale must be positive, got nan"),
-    # Shapes
-    (dict(query=ones(2, 7, 4, H, dtype=int)), "query has dtype int.*; attention takes float32"),
-    (dict(frequencies=ones(M, H + 1)), f"for the head_dim {H}, or"),
+PACKED = dict(segment_ids=np.zeros((2, 7), int))
+SHIFTED, TILTED = Calibration(shift=ones(H)), Calibration(root=jnp.eye(H))
+GOOGLE, STATE = dict(stabilizer="google"), dict(return_state=True)
+CAUSAL, SPLIT = dict(is_causal=True), dict(axis_name="i")
+WINDOW, KEYS, CLASS = dict(exact_window=2), dict(exact_keys=2), dict(exact_rows=1)
+PLACE = dict(alibi_slopes=SLOPES)
+PAIR = dict(segment_ids=(np.zeros((2, 7), int), np.ones((2, 7), int)))
+TOGETHER = [  # in the order of the table
     (
-        dict(query_frequencies=ones(M, H), calibration=Calibration(root=jnp.eye(H))),
-        "go with a calibration of shift and scale",
+        GOOGLE | dict(feature_map="relu"),
+        "requires feature_map=features.positive, got features.relu",
     ),
+    (GOOGLE | dict(calibration=SHIFTED), "a calibration requires stabilizer='exact'"),
+    (dict(calibration=SHIFTED, feature_map="relu"), "a calibration requires a feature_map that"),
+    (dict(calibration=TILTED, feature_map="hyperbolic"), "one of shift and scale alone serves"),
+    (dict(calibration=TILTED, query_frequencies=ones(M, H)), "of shift and scale alone: its root"),
+    (dict(exact_first=2), "exact_first=2 requires exact_window > 0"),
+    (WINDOW | dict(feature_map="relu"), "exact_window=2 requires a feature_map that estimates"),
+    (WINDOW | GOOGLE, "exact_window=2 requires stabilizer='exact'"),
+    (SHORT | WINDOW, "exact_window=2 requires one key for each query, got 3 queries and 7 keys"),
+    (WINDOW | PAIR, "exact_window=2 requires the same segment_ids"),
+    (KEYS | CAUSAL, "exact_keys=2 cannot be combined with is_causal=True: .* depend on the future"),
+    (KEYS | PACKED, "exact_keys=2 cannot be combined with segment_ids"),
+    (KEYS | PLACE, "exact_keys=2 cannot be combined with alibi_slopes"),
+    (CLASS | CAUSAL, "exact_rows=1 cannot be combined with is_causal=True"),
+    (CLASS | PACKED, "exact_rows=1 cannot be combined with segment_ids"),
+    (CLASS | dict(log_decay=-ones(2, 7, 2)), "exact_rows=1 cannot be combined with log_decay"),
+    (SHORT | PLACE, "alibi_slopes requires one key for each query, got 3 queries and 7 keys"),
+    (PLACE | GOOGLE, "alibi_slopes requires stabilizer='exact', got 'google'"),
+    (
+        SHORT | CAUSAL | dict(segment_ids=(np.zeros((2, 3), int), PAIR["segment_ids"][0])),
+        "causal s",
+    ),
+    (GOOGLE | STATE, "use stabilizer='exact' for streaming"),
+    (PACKED | STATE, "segment_ids cannot be combined with states"),
+    (SHORT | CAUSAL | STATE, "a causal state requires one key for each query, got 3 queries and 7"),
+    (KEYS | STATE, "exact_keys=2 requires all queries and keys at once"),
+    (CLASS | STATE, "exact_rows=1 requires all queries and keys at once"),
+    (WINDOW | STATE, "exact_window=2 has a state in causal attention alone"),
+    (PLACE | STATE, "alibi_slopes has a state in causal attention alone"),
+    (GOOGLE | SPLIT, "stabilizer='google' cannot be combined with axis_name"),
+    (SPLIT | dict(key_value_seq_lengths=3), "pass a mask, sharded like the keys"),
+    (SPLIT | PACKED, "segment_ids cannot be combined with axis_name"),
+    (
+        SPLIT | CAUSAL | WINDOW | dict(exact_first=1),
+        "^exact_window=2, exact_first=1 cannot be combi",
+    ),
+    (SPLIT | PLACE, "^alibi_slopes cannot be combined with axis_name"),
+    (SPLIT | CAUSAL | STATE, "states cannot be combined with axis_name in causal attention"),
+]
+KINDS = [
+    (dict(feature_map="postive"), "unknown feature map 'postive'; did you mean 'positive'"),
+    (dict(implementation="xla"), "the path through XLA is 'blocked'"),
+    (dict(stabilizer="googel"), "unknown stabilizer 'googel'; did you mean 'google'"),
+    (dict(is_causal="yes"), "is_causal='yes': must be True or False"),
+    (dict(calibration={}), "calibration is a dict; expected a performer.calibration.Calibration"),
+    *((dict(scale=x), "scale must be positive and finite, got") for x in (np.nan, np.inf, "1", -1)),
+    (dict(exact_keys=2.5), "exact_keys=2.5: must be an integer, static"),
+    (dict(exact_keys="2"), "exact_keys='2': must be an integer"),
+    (WINDOW | dict(exact_first=-1), "exact_first=-1 must not be negative"),
+    # Arrays
+    (dict(query=ones(7, H)), r"query has shape \(7, 8\); expected .* query\[:, None\]"),
+    (dict(value=[[[1.0]]]), "value is a list; expected an array"),
+    (dict(query=ones(2, 7, 4, H, dtype=int)), "query has dtype int.*; attention takes float32"),
+    (
+        dict(frequencies="pm"),
+        r"draw them: performer.couplings.get\('pm'\)\(jax.random.key\(0\), 16",
+    ),
+    (dict(frequencies=None), "frequencies are None; expected an array"),
+    (dict(frequencies=ones(H)), r"frequencies have shape \(8,\); expected an array \(num_features"),
+    (dict(frequencies=ones(0, H)), "num_features must be at least 1"),
+    (
+        dict(query=ones(2, 7, 4, 0), key=ones(2, 7, 2, 0), frequencies=ones(M, 0)),
+        "head_dim is 0",
+    ),
+    (dict(frequencies=ones(M, H + 1)), f"for the head_dim {H}, or"),
     (dict(weights=-ones(M)), "weights must not be negative, got -1.0"),
-    (dict(shift=ones(H), feature_map="relu"), "a shift or a calibration needs a feature_map"),
     # Masks
+    (dict(mask="causal"), "mask='causal': pass an array of the keys that exist, or is_causal=True"),
     (dict(mask=np.tril(ones(7, 7))), "pass is_causal=True"),
     (dict(mask=ones(2, 1, 1, 6)), "honours masks over keys only"),
     (dict(mask=np.array([0.0, -1e9] + [0.0] * 5)), "pass that as key_log_weights"),
+    (dict(key_value_seq_lengths=np.array([2.5, 3])), "dtype float.*; expected integers from 0"),
+    (dict(key_value_seq_lengths=np.array([3, -1])), "the entry -1.0; expected integers from 0"),
+    (dict(segment_ids=np.zeros((2, 7))), "segment_ids have dtype float.*; expected integers"),
     (dict(key_log_weights=ones(2, 7, 4)), r"\(batch, keys, key heads\) = \(2, 7, 2\)"),
     (dict(key_log_weights=np.full(7, np.nan)), "the entry (nan|inf); expected floats"),
     (dict(key_log_weights=np.full((2, 7), np.inf)), "the entry (nan|inf); expected floats"),
-    # States, devices, stabilisers
-    (dict(stabilizer="google", feature_map="relu"), "is for feature_map=features.positive"),
-    (dict(stabilizer="google", return_state=True), "use stabilizer='exact' for streaming"),
-    (dict(segment_ids=np.zeros((2, 7), int), return_state=True), "do not go together"),
-    (SHORT | dict(is_causal=True, return_state=True), "3 queries and 7"),
-    (dict(axis_name="i", key_value_seq_lengths=3), "shard a mask like keys"),
-    # Windows and decay
-    (dict(exact_window=2, feature_map="relu"), "needs an estimate of softmax"),
-    (dict(exact_window=2, stabilizer="google"), "stabilizer='exact'"),
-    (dict(exact_window=2, return_state=True), "state in causal attention alone"),
-    (SHORT | dict(exact_window=2), "one key for each query"),
-    (dict(exact_keys=2, is_causal=True), "depend on the future"),
-    (dict(exact_rows=2, return_state=True), "all queries and keys at once"),
-    (dict(exact_rows=8, axis_name="i"), "must be on the first device"),
-    (dict(alibi_slopes=SLOPES, log_decay=0 * ones(2, 7, 2)), "pass one"),
+    (dict(key_log_weights=np.zeros((2, 7), int)), "key_log_weights has dtype int[0-9]+; expected"),
+    (PLACE | dict(log_decay=0 * ones(2, 7, 2)), "pass one"),
     (dict(alibi_slopes=-SLOPES), "the entry -0.5; expected finite floats"),
+    (dict(alibi_slopes=ones(3)), r"alibi_slopes has shape \(3,\), dtype float32; expected"),
     (dict(log_decay=ones(2, 7, 2)), "the entry 1.0; expected floats"),
-    (dict(alibi_slopes=SLOPES, stabilizer="google"), "stabilizer='exact', got 'google'"),
-    (SHORT | dict(alibi_slopes=SLOPES), "one key for each query"),
 ]
+REFUSED = [*TOGETHER, *KINDS]
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message for _, message in REFUSED])
@@ -200,17 +257,46 @@ def test_bad_input_names_the_fix(change, message):
     query, key, value, frequencies = inputs()
     args = dict(query=query, key=key, value=value, frequencies=frequencies) | change
     with pytest.raises(ValueError, match=message):
-        performer_attention.__wrapped__(**args)
+        inspect.unwrap(performer_attention)(**args)
 
 
-WINDOW, PLACE = dict(exact_window=2), dict(alibi_slopes=SLOPES)
+def test_each_refusal_of_the_table_is_met(monkeypatch):
+    """The calls above meet each row of the table, in its order."""
+    met = []
+
+    def note(call):
+        met.append([bool(holds(call)) for holds, _ in refusals.REFUSALS].index(True))
+
+    monkeypatch.setattr(refusals, "check_together", note)
+    monkeypatch.setattr(op, "_on_platform", lambda *_: (ones(2, 7, 4, V), None))
+    for change, _ in TOGETHER:
+        tokens = dict(zip(("query", "key", "value", "frequencies"), inputs(), strict=True))
+        inspect.unwrap(performer_attention)(**tokens | change)
+    assert met == [*range(len(refusals.REFUSALS))]
+
+
+def test_traced_options_are_refused():
+    tokens = inputs()
+    for name, message in (("scale", "scale is traced"), ("exact_keys", "must be an integer, stat")):
+        with pytest.raises(ValueError, match=message):
+            jax.jit(lambda x, name=name: inspect.unwrap(performer_attention)(*tokens, **{name: x}))(
+                1
+            )
+
+
+@pytest.mark.parametrize("name", refusals.INSTEAD)
+def test_keywords_of_other_functions_are_explained(name):
+    with pytest.raises(TypeError, match=f"performer_attention has no {name}: "):
+        performer_attention(*inputs(), **{name: 1})
+    with pytest.raises(TypeError, match="nonsense"):
+        performer_attention(*inputs(), nonsense=1)
 
 
 @pytest.mark.parametrize(
     ("of_state", "of_call", "message"),
     [
         ({}, dict(b=1), "initial_state holds arrays of shape"),
-        (WINDOW, dict(exact_window=3), r"exact_window, exact_first = \(2, 0\), this one has \(3"),
+        (WINDOW, dict(exact_window=3), "with exact_window=2, this one has exact_window=3"),
         (WINDOW | PLACE, WINDOW, "both have alibi_slopes or log_decay, or neither"),
     ],
 )

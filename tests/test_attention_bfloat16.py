@@ -13,7 +13,7 @@ import pytest
 from jax.extend.core.primitives import dot_general_p
 
 from performer import performer_attention
-from performer.attention.state import BFLOAT16
+from performer.numerics import BFLOAT16
 
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2

@@ -16,7 +16,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from performer import calibration, performer_attention
-from performer.attention import _fused, _gpu, _sizes
+from performer.attention import sizes
+from performer.attention.kernels import gpu, which
 from tests import attention_inputs, oracles
 from tests.attention_inputs import close, far_apart
 from tests.tiers import tiers
@@ -26,13 +27,13 @@ PALLAS = "pallas"
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setattr(_fused, "INTERPRET", "tpu")
+    monkeypatch.setattr(which, "INTERPRET", "tpu")
 
 
 @pytest.fixture
 def two_blocks(monkeypatch):
     """Blocks of 128 tokens and one head, for which short sequences are long."""
-    monkeypatch.setattr(_fused, "heads_and_block", lambda *_: (1, 128))
+    monkeypatch.setattr(which, "heads_and_block", lambda *_: (1, 128))
 
 
 def inputs(t, s, k=2, heads=True, dtype=np.float32, **sizes):
@@ -56,7 +57,7 @@ def distance(got, want):
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_values_against_the_oracle(platform, monkeypatch):
     """Grouped heads, masked keys, weights of the features; a length that is no block's."""
-    monkeypatch.setattr(_fused, "INTERPRET", platform)
+    monkeypatch.setattr(which, "INTERPRET", platform)
     args, rng = inputs(20, 30), np.random.default_rng(1)
     log_weights = rng.standard_normal((2, 30, 2)).astype(np.float32)
     options = dict(key_log_weights=log_weights, weights=jnp.arange(32.0))
@@ -130,9 +131,9 @@ def test_gradients(is_causal, dtype, two_blocks):
 )
 def test_gradients_on_a_gpu(is_causal, spans, dtype, monkeypatch):
     """Gradients of tokens, in programs for all of them or for spans; keys may be absent."""
-    monkeypatch.setattr(_fused, "INTERPRET", "cuda")
-    monkeypatch.setattr(_gpu, "PROGRAMS", 4 * spans)
-    monkeypatch.setattr(_gpu, "STEPS", 1)
+    monkeypatch.setattr(which, "INTERPRET", "cuda")
+    monkeypatch.setattr(gpu, "PROGRAMS", 4 * spans)
+    monkeypatch.setattr(gpu, "STEPS", 1)
     t, s = (150, 150) if is_causal else (140, 150)
     *tokens, frequencies = inputs(t, s, n=2, k=1, m=16, v=16, dtype=dtype)
     lengths = jnp.array([s, 77])
@@ -153,8 +154,8 @@ def test_gradients_on_a_gpu(is_causal, spans, dtype, monkeypatch):
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_lost_rows_are_those_without_the_kernel(platform, monkeypatch):
     """Long keys, opposite to their queries, after longer ones: `_sweep` says which count then."""
-    monkeypatch.setattr(_fused, "INTERPRET", platform)
-    monkeypatch.setattr(_sizes, "chunk_and_block", lambda *_: (128, 256))
+    monkeypatch.setattr(which, "INTERPRET", platform)
+    monkeypatch.setattr(sizes, "chunk_and_block", lambda *_: (128, 256))
     query, key, value, frequencies = (
         jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 0 if x.ndim == 4 else 4), (0, -x.shape[-1] % 16)])
         for x in far_apart(40.0, t=150)
@@ -183,7 +184,7 @@ def test_lost_rows_are_those_without_the_kernel(platform, monkeypatch):
 )
 def test_unsupported_calls_are_computed_without_it(named, options):
     """With one warning."""
-    _fused.warn.cache_clear()
+    which.warn.cache_clear()
     sizes = {name: options.pop(name) for name in ("dtype", "m", "h", "v") if name in options}
     args = inputs(20, 20, b=2, **sizes)
     with warnings.catch_warnings(record=True) as caught:
@@ -195,8 +196,8 @@ def test_unsupported_calls_are_computed_without_it(named, options):
 
 def test_other_platforms_compute_without_it(monkeypatch):
     """On a CPU, with gradients and a warning."""
-    monkeypatch.setattr(_fused, "INTERPRET", "")
-    _fused.warn.cache_clear()
+    monkeypatch.setattr(which, "INTERPRET", "")
+    which.warn.cache_clear()
     args = inputs(20, 20)
     loss = lambda *x, **options: jnp.sum(performer_attention(*x, **options) ** 2)  # noqa: E731
     with pytest.warns(
@@ -212,7 +213,7 @@ def test_other_platforms_compute_without_it(monkeypatch):
 @pytest.mark.parametrize(("is_causal", "dtype"), [(False, np.float32), (True, jnp.bfloat16)])
 def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
     """Without one: a program with one kernel each way and no exponential of XLA's."""
-    monkeypatch.setattr(_fused, "INTERPRET", "")
+    monkeypatch.setattr(which, "INTERPRET", "")
     shape = jax.ShapeDtypeStruct((2, 200, 4, 64), dtype)
     args = shape, shape, shape, jax.ShapeDtypeStruct((4, 128, 64), jnp.float32)
 
@@ -231,7 +232,7 @@ def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lowers_for_gpu(is_causal, monkeypatch):
     """Without one: a kernel each way at least; in float32 none, and a warning."""
-    monkeypatch.setattr(_fused, "INTERPRET", "")
+    monkeypatch.setattr(which, "INTERPRET", "")
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
 
@@ -248,7 +249,7 @@ def test_lowers_for_gpu(is_causal, monkeypatch):
             return trace.lower(lowering_platforms=("cuda",)).as_text()
 
     assert lowered(jnp.bfloat16).count("xla.gpu.triton") >= 2
-    _fused.warn.cache_clear()
+    which.warn.cache_clear()
     with pytest.warns(UserWarning, match="this call on a GPU, where it takes bfloat16"):
         assert "triton" not in lowered(jnp.float32)
 

@@ -14,40 +14,35 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from performer import performer_attention
 from performer.nnx import PerformerAttention, Statistics
-from tests.attention_inputs import inputs, random_decays
+from tests.attention_inputs import inputs
 from tests.tiers import tiers
 from vit.run.dry_run import collectives
 
 BY_TOKEN, BY_HEAD = PartitionSpec(None, "sequence"), PartitionSpec("data", None, "heads")
-WINDOW = dict(exact_window=4, exact_first=11)  # of 8 tokens that each of four devices has
 CASES = {
     # the mesh, the options, the exchanges of the forward pass
     "both ways": ({"sequence": 8}, {}, {"all_reduce": 2}),
     "causal": ({"sequence": 8}, dict(is_causal=True), {"all_gather": 3}),
-    "causal window, decay": ({"sequence": 4}, dict(is_causal=True, **WINDOW), None),
-    "both ways window, decay": ({"sequence": 4}, WINDOW, None),
     "batch and heads": ({"data": 2, "heads": 2}, dict(is_causal=True), {}),
 }
 
 
-@pytest.mark.parametrize("name", tiers(CASES, ["causal window, decay"]))
+@pytest.mark.parametrize("name", tiers(CASES, ["causal"]))
 def test_split_over_devices(name, eight_devices):
-    """Outputs and gradients are those of one device; keys are masked or decay."""
+    """Outputs and gradients are those of one device."""
     axes, options, exchanges = CASES[name]
     axis_name = "sequence" if "sequence" in axes else None
     *tokens, frequencies = inputs(t=32, frequency_heads=2)
     mask = np.random.default_rng(1).random((2, 1, 1, 32)) < 0.8
-    log_decay = jnp.asarray(random_decays(t=32)).at[0, 11].set(-jnp.inf)
 
-    def attend(query, key, value, frequencies, mask, log_decay, axis_name=None):
-        of_keys = dict(log_decay=log_decay) if "decay" in name else dict(mask=mask)
+    def attend(query, key, value, frequencies, mask, axis_name=None):
         return performer_attention(
-            query, key, value, frequencies, axis_name=axis_name, **of_keys, **options
+            query, key, value, frequencies, mask=mask, axis_name=axis_name, **options
         )
 
     def run(function):
         def loss(*args):
-            output = function(*args, mask, log_decay)
+            output = function(*args, mask)
             return jnp.sum(jnp.sin(output)), output
 
         gradient = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
@@ -59,16 +54,15 @@ def test_split_over_devices(name, eight_devices):
     split = jax.shard_map(
         partial(attend, axis_name=axis_name),
         mesh=jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes)),
-        in_specs=(spec, spec, spec, of_frequencies, of_mask, spec),
+        in_specs=(spec, spec, spec, of_frequencies, of_mask),
         out_specs=spec,
     )
     (got, output), (want, expected) = run(split), run(attend)
     np.testing.assert_allclose(output, expected, rtol=2e-5, atol=2e-5)
     for x, y in zip(got, want, strict=True):
         assert np.linalg.norm(x - y) < 1e-5 * np.linalg.norm(y)
-    if exchanges is not None:
-        text = jax.jit(split).lower(*tokens, frequencies, mask, log_decay).as_text()
-        assert Counter(re.findall(r"stablehlo\.(all_\w+|collective_\w+)", text)) == exchanges
+    text = jax.jit(split).lower(*tokens, frequencies, mask).as_text()
+    assert Counter(re.findall(r"stablehlo\.(all_\w+|collective_\w+)", text)) == exchanges
 
 
 @pytest.mark.thorough

@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 from performer import performer_attention
-from performer.attention import _sizes
+from performer.attention import sizes
 from tests.attention_inputs import close, inputs
 from tests.tiers import tiers
 
@@ -17,8 +17,8 @@ from tests.tiers import tiers
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
     """Chunks of 4 tokens, of 8 but on a CPU; blocks of 12 tokens, more for a small batch."""
-    monkeypatch.setattr(_sizes, "CHUNK", {"cpu": 4, "other": 8})
-    monkeypatch.setattr(_sizes, "BLOCK_ROWS", {"cpu": 100, "other": 200})
+    monkeypatch.setattr(sizes, "CHUNK", {"cpu": 4, "other": 8})
+    monkeypatch.setattr(sizes, "BLOCK_ROWS", {"cpu": 100, "other": 200})
 
 
 def exported(function, example, names, platforms=("cpu", "tpu", "cuda")):

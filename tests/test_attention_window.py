@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from performer import performer_attention
-from performer.attention import _decay
+from performer.attention import decay
 from performer.attention.state import State, combine
 from tests import oracles
 from tests.attention_inputs import SLOPES, M, close, far_apart, inputs
@@ -72,7 +72,7 @@ def test_a_million_tokens_lose_no_digit(rate):
     heavy = one._replace(maximum=one.maximum + 99)
 
     def step(_, state):
-        faded = _decay.faded(state, jnp.array([-rate], jnp.float32))
+        faded = decay.faded(state, jnp.array([-rate], jnp.float32))
         return combine(faded, one)
 
     state = jax.jit(lambda x: jax.lax.fori_loop(0, 10**6, step, x))(heavy)

@@ -89,7 +89,7 @@ def test_with_a_window(softmax_run, tmp_path):
     assert 0 < errors[4] < errors[3]
     assert config.of_run(out).attention.exact_window == 4
     for block in runs.restore(out).model().blocks:
-        assert block.attention.attention_fn.window == (4, 1, 0, 1)
+        assert block.attention.attention_fn.exact == (4, 1, 0, 1)
     trained = evaluate.evaluate_run(softmax_run)["eval_accuracy"]
     assert float(rows[0]["accuracy"]) == pytest.approx(trained, abs=1e-6)  # in the other order
     own = evaluate.evaluate_run(out)["eval_accuracy"]
@@ -106,7 +106,7 @@ def test_a_tolerance_chooses_the_sizes_of_each_block(softmax_run, tmp_path):
     assert own.sizes == f"{first['m']}+{first['exact keys']},16+2"
     assert last["attention"] == "exact"
     attention = runs.restore(out).model().blocks[0].attention.attention_fn
-    size = attention.frequencies.shape[-2], attention.window.exact_keys
+    size = attention.frequencies.shape[-2], attention.exact.keys
     assert size in {(m, f) for m in (2, 4, 8, 16) for f in (0, 1, 2)} - {(16, 2)}
     reported = float(read_csv(out / "conversion.csv")[-1]["accuracy"])
     assert reported == pytest.approx(evaluate.evaluate_run(out)["eval_accuracy"], abs=1e-6)

@@ -10,9 +10,7 @@ from jax.test_util import check_grads
 
 import performer
 from performer import features as feature_maps
-from performer.attention import _checks
-from performer.attention._checks import Tokens
-from performer.attention._masks import Pairs
+from performer.attention.maps import features_of
 from performer.graphs import (
     attention,
     features,
@@ -183,11 +181,11 @@ def test_numerator_and_normaliser_are_unbiased(coupling, summed):
             jax.random.key(5), copies(example(), draws), DIFFUSION, num_walks=2, p_halt=0.4,
             coupling=coupling, unbiased_diagonal=True,
         )  # fmt: skip
-        tokens = Tokens(*(jnp.asarray(np.tile(x, (draws, 1)))[None, :, None] for x in (q, k, v)))
-        how = _checks.Estimate(jnp.asarray(w))
+        tokens = (jnp.asarray(np.tile(x, (draws, 1)))[None, :, None] for x in (q, k, v))
+        given = features_of(*tokens, jnp.asarray(w), scale=1.0)
         links = attention.link(mask, M) if summed == "pairs" else None
         assert (links is None) == (summed == "visits")
-        rows, tops = attention._sums(tokens, how, Pairs(), mask, links, True)
+        rows, tops = attention._sums(*given, mask, links, True)
         rows = np.asarray(rows * jnp.exp(tops)[..., None]).reshape(draws, NUM_NODES, 2)
         weights = np.exp(q @ w.T) @ np.exp(k @ w.T - np.sum(k**2, -1, keepdims=True) / 2).T
         weights *= np.asarray(DIFFUSION.dense(example()))

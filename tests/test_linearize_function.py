@@ -10,8 +10,8 @@ import pytest
 
 import performer
 from performer import calibration, couplings
+from performer.attention import Exact
 from performer.linearization import layers
-from performer.typing import Window
 from tests import zoo
 from tests.attention_inputs import by_op
 from tests.tiers import tiers
@@ -284,7 +284,7 @@ def test_a_tolerance_chooses_the_cheapest_sizes_of_each_place():
     errors = [numbers(one, num_features=x)["#2[1]"]["attention error"] for x in (m // 2, m)]
     assert errors[1] <= 0.1 < errors[0]
     assert rows["#2[1]"]["attention error"] == pytest.approx(errors[1], rel=1e-4)
-    options = layers.Options(num_features=48, tolerance=1.0, window=Window(exact_keys=16))
+    options = layers.Options(num_features=48, tolerance=1.0, exact=Exact(keys=16))
     sizes = [(6, 0), (6, 8), (12, 0), (6, 16), (12, 8), (12, 16), (24, 0), (24, 8), (24, 16)]
     sizes += [(48, 0), (48, 8), (48, 16)]
     assert options.sizes(8) == sizes

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from performer import calibration, couplings
-from performer.attention import attention_weights
+from performer.attention import Exact, attention_weights
 from performer.attention.refinement import (
     LEARNED,
     START,
@@ -23,7 +23,6 @@ from performer.attention.refinement import (
     squared,
     transfer,
 )
-from performer.typing import Window
 from tests.tiers import tiers
 
 STRETCH = np.array([2.0, 1.5, 0.1, 0.1])
@@ -112,7 +111,7 @@ def test_a_hybrid_in_numpy(window, first, is_causal):
     query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
     of = sample(2, is_padded=True)._replace(query=query)
     shift = jax.random.normal(jax.random.key(4), (2, 4))
-    fixed = calibration.Calibration(shift=shift), Window(window, first)
+    fixed = calibration.Calibration(shift=shift), Exact(window, first)
     got = np.asarray(ESTIMATE(FAR, fixed, of, is_causal))
     w, u, bias, weight = (np.asarray(x, np.float64) for x in FAR)
     for b, n, i in np.argwhere(np.broadcast_to(of.queries[:, None], (2, 4, 9))):
@@ -147,13 +146,13 @@ def test_the_operator_makes_the_same_rows(window, method):
         is_causal=True,
         exact_window=window,
     )
-    want = ESTIMATE(FAR, (fitted, Window(window)), of, True)
+    want = ESTIMATE(FAR, (fitted, Exact(window)), of, True)
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
 def test_refining_what_is_far():
     """Better than the window alone where it was not trained; the window where nothing is."""
-    seen, unseen, window = sample(64), sample(16, seed=2), Window(1)
+    seen, unseen, window = sample(64), sample(16, seed=2), Exact(1)
     drawn = couplings.draw(jax.random.key(1), "orf", 16, 4, 2)
     start, fitted = calibrated_far(drawn, window, seen, is_causal=True)
     tilts = (
@@ -170,16 +169,16 @@ def test_refining_what_is_far():
     nothing = far._replace(weight=jnp.full(2, -jnp.inf))
     assert np.all(error(refined) < 0.3 * error(nothing))
     assert np.all(error(refined) < 0.7 * error(far, fitted))
-    unused = refine_far(far, None, Window(9), seen, steps=20, is_causal=True)
+    unused = refine_far(far, None, Exact(9), seen, steps=20, is_causal=True)
     assert np.isneginf(unused.weight).all()
-    only = refine_far(far, None, Window(), seen, steps=20, is_causal=True)
+    only = refine_far(far, None, Exact(), seen, steps=20, is_causal=True)
     assert np.isfinite(only.weight).all()
 
 
 def test_a_calibration_absorbed_by_the_features():
     """The same rows as with it, near pairs and grouped heads included."""
     query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
-    of, window = sample(2)._replace(query=query), Window(2, 1)
+    of, window = sample(2)._replace(query=query), Exact(2, 1)
     fitted = calibration.calibrate(of.query, of.key + 1, method="shift+scale")
     want = ESTIMATE(FAR, (fitted, window), of)
     got = ESTIMATE(absorbed(FAR, fitted), (None, window), of)
@@ -190,9 +189,9 @@ def test_near_pairs_of_packed_sequences():
     """Tokens are counted in their own sequence, wherever its tokens are."""
     segments = jnp.array([[3, 3, 1, 1, 3, 1, 1, 3, 3]])
     of = sample(1)._replace(segments=segments)
-    window = Window(2, 1)
+    window = Exact(2, 1)
     got = ESTIMATE(FAR._replace(weight=jnp.full(2, -jnp.inf)), (None, window), of)
     want = attention_weights(
-        *of[:2], jnp.zeros((1, 4)), weights=jnp.zeros(1), segment_ids=segments, **window._asdict()
+        *of[:2], jnp.zeros((1, 4)), weights=jnp.zeros(1), segment_ids=segments, **window.options
     )
     np.testing.assert_allclose(got, want, atol=2e-6)

@@ -223,7 +223,7 @@ def convert(
     if tolerance is not None:
         functions = [layer.attention_fn for layer in run.task.layers(converted.model)]
         sizes = [
-            (f.frequencies.shape[-2], f.window.exact_keys)
+            (f.frequencies.shape[-2], f.exact.keys)
             if isinstance(f, PerformerAttention)
             else (own.num_features, own.exact_keys)
             for f in functions

@@ -15,6 +15,7 @@ from flax import nnx
 from experiments.language_model.attention import SILENT, Hybrid
 from experiments.language_model.model import Decoder, losses
 from performer import couplings
+from performer.attention import Exact
 from performer.attention.refinement import (
     LEARNED,
     START,
@@ -24,7 +25,6 @@ from performer.attention.refinement import (
     refine_far,
 )
 from performer.features import positive
-from performer.typing import Window
 from vit.data import Batch
 from vit.task import Task
 from vit.weights.conversion import Case, exchanged
@@ -58,15 +58,15 @@ def hybrids(layers: Sequence[Sample], case: Case) -> list[Hybrid]:
     own, near = case.attention, case.attention.exact_window
     if not own.num_features:
         return [Hybrid(None, None, near) for _ in layers]
-    window, found = Window(near, int(near > 0)), []
+    exact, found = Exact(near, int(near > 0)), []
     for i, sample in enumerate(layers):
         key, (*_, n, h) = jax.random.key(case.seed * len(layers) + i), sample.query.shape
         drawn = couplings.draw(key, own.coupling, own.num_features, h, n)
         kind: Any = dict(method=own.calibration, coupling=own.coupling, is_causal=True)
-        far, fitted = calibrated_far(drawn, window, sample, **kind)
+        far, fitted = calibrated_far(drawn, exact, sample, **kind)
         if case.refine_steps:
             start, options = Far.of(START * far.of_key), dict(steps=case.refine_steps, examples=1)
-            far = refine_far(start, fitted, window, sample, is_causal=True, **options)
+            far = refine_far(start, fitted, exact, sample, is_causal=True, **options)
             found.append(Hybrid(far, None, near, LEARNED))
         else:
             found.append(Hybrid(far, fitted, near, positive))

@@ -11,15 +11,25 @@ m landmarks. With logits l_j(k) = w_j.k - |k|^2 / 2 + the log-weight of the key,
 The factors e^{c_j} cancel exactly, and so do |q|^2 / 2 and the row maximum: no epsilon is added,
 the denominator is at least 1, nothing overflows. (Choromanski et al. 2021 add an epsilon after one
 global maximum, which changes the estimate.) The queries depend on the keys through the state
-(c, s, z) alone, and states combine associatively. The modules:
+(c, s, z) alone, and states combine associatively.
 
-    op         `performer_attention`
-    maps       tokens and frequencies -> features, after shift, calibration, scale and weights
-    state      the state, its monoid, keys -> state, state -> queries
-    sweep      causal and packed attention, chunk by chunk
-    window     near, first and heavy keys exactly, beside the states of the others
-    parallel   sequences sharded over devices
-    pallas     kernels for TPU
+Every part returns rows (maximum, normaliser, numerator) of the queries; `combine` adds the rows of
+two sets of keys, and `ratio` divides, once. The modules, in the order in which a call meets them:
+
+    op          `performer_attention`
+    refusals    what a call refuses, as a table
+    masks       masks, lengths, decay and segments as arrays
+    values      the values of a call: Tokens, Estimate, Exact, Pairs, Plan
+    maps        tokens and frequencies -> features, after calibration, scale and weights
+    state       the state and its monoid: keys -> state, state and queries -> rows
+    sweep       causal and packed attention, chunk by chunk
+    exact       near, first and heavy keys, and first queries, exactly
+    decay       relative positions: weights of pairs by distance
+    parallel    sequences sharded over devices
+    sizes       tokens of chunks and blocks, by platform
+    kernels     kernels for TPU and GPU, in the place of all sums
+    calibration, refinement   what lowers the error
+    dropin      the common part of the layers for Flax
 """
 
 from performer.attention.op import attention_weights as attention_weights
@@ -29,3 +39,5 @@ from performer.attention.parallel import over_devices as over_devices
 from performer.attention.state import State as State
 from performer.attention.state import WindowState as WindowState
 from performer.attention.state import combine as combine
+from performer.attention.state import ratio as ratio
+from performer.attention.values import Exact as Exact

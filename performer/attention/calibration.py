@@ -49,7 +49,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import couplings
-from performer.attention._masks import key_mask
+from performer.attention.masks import key_mask
 from performer.choices import unknown
 from performer.typing import Coupling, float32_or_wider
 

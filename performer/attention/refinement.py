@@ -36,9 +36,10 @@ from performer.attention.calibration import (
     transform_keys,
     transform_queries,
 )
-from performer.attention.state import finite
+from performer.attention.values import NOT_EXACT, Exact
 from performer.features import FeatureMap
-from performer.typing import NO_WINDOW, Coupling, Window, float32_or_wider
+from performer.numerics import finite
+from performer.typing import Coupling, float32_or_wider
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
 """Optimizer, and its learning rate at the start."""
@@ -78,8 +79,8 @@ class Sample(NamedTuple):
             seen &= (self.segments[:, :, None] == self.segments[:, None])[:, None]
         return seen & jnp.tri(*seen.shape[-2:], dtype=bool)[None, None] if is_causal else seen
 
-    def near(self, window: Window) -> Bool[Array, "#b 1 t s"]:
-        """Mask of the pairs that the window makes exact, if both exist and see one another.
+    def near(self, exact: Exact) -> Bool[Array, "#b 1 t s"]:
+        """Mask of the pairs that a window makes exact, if both exist and see one another.
 
         Tokens are counted in their own sequence, as `performer_attention` counts them.
         """
@@ -87,14 +88,14 @@ class Sample(NamedTuple):
         if self.segments is not None:
             same = self.segments[:, :, None] == self.segments[:, None]
             of_query = of_key = jnp.sum(same & jnp.tri(same.shape[1], k=-1, dtype=bool), axis=-1)
-        return is_near(of_query, of_key, window)[:, None]
+        return is_near(of_query, of_key, exact)[:, None]
 
 
-def is_near(query: Any, key: Any, window: Window) -> Any:
+def is_near(query: Any, key: Any, exact: Exact) -> Any:
     """Mask (..., t, s) of near pairs, for queries (..., t) and keys (..., s) at these places."""
-    size, query, key = jnp.maximum(window.exact_window, 1), query[..., :, None], key[..., None, :]
-    near = (abs(query // size - key // size) <= 1) | (key < window.exact_first)
-    return near & (window.exact_window > 0)
+    size, query, key = jnp.maximum(exact.window, 1), query[..., :, None], key[..., None, :]
+    near = (abs(query // size - key // size) <= 1) | (key < exact.first)
+    return near & (exact.window > 0)
 
 
 def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "b n t s"]:
@@ -155,14 +156,14 @@ class Linear:
     query_frequencies: Float[Array, "*l k m h"] | None = None
     """With `weights`, learned features (`refine_far`)."""
     weights: Float[Array, "*l k m"] | None = None
-    window: Window = field(default=NO_WINDOW, metadata={"static": True})
+    exact: Exact = field(default=NOT_EXACT, metadata={"static": True})
 
     @property
     def options(self) -> dict[str, Any]:
         """Keywords of `performer_attention`."""
-        own = {name: x for name, x in vars(self).items() if name != "window" and x is not None}
+        arrays = {name: x for name, x in vars(self).items() if name != "exact" and x is not None}
         learned = {} if self.weights is None else {"feature_map": LEARNED}
-        return own | learned | self.window._asdict()
+        return arrays | learned | self.exact.options
 
 
 def performer_estimate(
@@ -174,8 +175,8 @@ def performer_estimate(
     return attention_weights(*sample[:2], is_causal=is_causal, **options)
 
 
-Fixed = tuple[Calibration | None, Window]
-"""Shift and scale of a calibration, and the exact window."""
+Fixed = tuple[Calibration | None, Exact]
+"""Shift and scale of a calibration, and the exact pairs."""
 
 
 def learned_estimate(
@@ -186,7 +187,7 @@ def learned_estimate(
     Raises:
         ValueError: for a calibration with a tilt or a proposal.
     """
-    calibration, window = fixed
+    calibration, exact = fixed
     if calibration is not None and calibration.changes_law:
         raise ValueError(
             "features of far pairs go with a calibration of shift and scale: leave out its mean and"
@@ -207,7 +208,7 @@ def learned_estimate(
     bias = (far.bias + far.weight[:, None])[None, :, None]
     of_query, of_key = exponents(query, far.of_query), exponents(key, far.of_key) + bias
     logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
-    logits = jnp.where(sample.near(window), logits, _log_kernel(of_query, of_key))
+    logits = jnp.where(sample.near(exact), logits, _log_kernel(of_query, of_key))
     pairs = sample.pairs(is_causal)
     return jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs)
 
@@ -225,7 +226,7 @@ def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
 
 def calibrated_far(
     frequencies: Float[Array, "k m h"],
-    window: Window,
+    exact: Exact,
     sample: Sample,
     *,
     method: str = "shift+scale",
@@ -236,7 +237,7 @@ def calibrated_far(
 
     Args:
         frequencies: draw of a coupling.
-        window: near pairs have no part in the fit.
+        exact: near pairs have no part in the fit.
         sample: queries and keys.
         method: of `performer.calibration.calibrate`. A tilt or proposal becomes frequencies and
             biases of the features.
@@ -247,9 +248,9 @@ def calibrated_far(
     Returns:
         The features, and the calibration of shift and scale that goes with them.
     """
-    far_pairs = sample.pairs(is_causal) & ~sample.near(window)
+    far_pairs = sample.pairs(is_causal) & ~sample.near(exact)
     moments = pair_moments(*sample[:2], mask=far_pairs, num_queries=64)
-    calibration = fit(moments, method, coupling, window.is_mixed)
+    calibration = fit(moments, method, coupling, exact.is_mixed)
     _, of_key, log_weights = fold(calibration, frequencies)
     far = Far.of(jnp.broadcast_to(of_key, frequencies.shape))
     if log_weights is not None and calibration.root is not None:
@@ -360,7 +361,7 @@ def transfer(
 def refine_far(
     far: Far,
     calibration: Calibration | None,
-    window: Window,
+    exact: Exact,
     sample: Sample,
     *,
     steps: int,
@@ -375,7 +376,7 @@ def refine_far(
     Args:
         far: start, with small frequencies, such as `START` times a draw.
         calibration: shift and scale, which stay.
-        window: the exact pairs.
+        exact: the exact pairs.
         sample: queries and keys of the layer.
         steps: largest number of steps of Adam.
         is_causal: query i sees the keys up to i.
@@ -388,20 +389,20 @@ def refine_far(
         ValueError: for a calibration with a tilt or a proposal.
 
     Example:
-        >>> window = Window(exact_window=4, exact_first=1)
+        >>> exact = Exact(window=4, first=1)
         >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
-        >>> far, fitted = calibrated_far(frequencies, window, Sample.of(q, k), is_causal=True)
+        >>> far, fitted = calibrated_far(frequencies, exact, Sample.of(q, k), is_causal=True)
         >>> start = Far.of(START * far.of_key)
-        >>> far = refine_far(start, fitted, window, Sample.of(q, k), steps=2, is_causal=True)
+        >>> far = refine_far(start, fitted, exact, Sample.of(q, k), steps=2, is_causal=True)
 
         `performer_attention` runs the result:
 
         >>> output = performer_attention(
         ...     q, k, v, far.of_key, query_frequencies=far.of_query, weights=far.weights,
-        ...     feature_map=LEARNED, is_causal=True, **window._asdict(),
+        ...     feature_map=LEARNED, is_causal=True, **exact.options,
         ... )
     """
-    fixed = calibration, Window(*map(jnp.int32, window))
+    fixed = calibration, Exact(*map(jnp.int32, exact))
     options |= dict(steps=steps, is_causal=is_causal)
     moved = transfer(learned_estimate, far, fixed, sample, **options)
     moved = at_least_near(learned_estimate, moved, fixed, sample, is_causal)
@@ -423,7 +424,7 @@ def at_least_near(
         _mean_losses(estimate, squared, is_causal, fixed, held_out, 1, each)
         for each in (far, alone)
     ]
-    kept = (errors[0] < errors[1]) | (fixed[1].exact_window == 0)  # else nothing would be left
+    kept = (errors[0] < errors[1]) | (fixed[1].window == 0)  # else nothing would be left
     return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
 
 

@@ -1,10 +1,13 @@
 """The state (c, s, z), a summary of keys, and its monoid.
 
+    summarise   keys -> state           every feature attends over the keys
+    look_up     queries, state -> rows  every query attends over the features
+    combine     the state of the keys of two states; also the rows of two sets of keys
+    ratio       rows -> output: the only division
+
 Heads come first, (k, b, ..., t, h), so that a projection with one draw per head is one batched
-product. Features are split as phi = factor * exp(exponent), see `features.FeatureMap`. The exponent
-is (..., t, m), or (..., t, 1) if all features of a token share it; a factor of None is 1. The
-log-weight of a key is added to its exponents; -inf removes it from numerator, normaliser and
-maximum.
+product. The log-weight of a key is added to its exponents; -inf removes it from numerator,
+normaliser and maximum.
 """
 
 from collections.abc import Callable
@@ -15,14 +18,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from performer.attention._sizes import blocks
+from performer.attention.sizes import blocks
 from performer.features import Split
+from performer.numerics import (
+    dot,
+    exponentials,
+    finite,
+    normalised,
+    operand_dtype,
+    rounded,
+    weighted,
+)
 from performer.typing import Size, float32_or_wider
 
 Features = Callable[[Array], Split]
 """Features of queries or of keys (k, b, ..., t, h)."""
-
-BFLOAT16 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
 
 
 class Keys(NamedTuple):
@@ -42,8 +52,8 @@ class State(NamedTuple):
     `performer_attention` returns leaves (b, k, m), (b, k, m) and (b, k, m, v), with its batch axes.
     m is the number of features, twice that of frequencies for `hyperbolic` and `trigonometric`.
 
-    The rows of an online softmax are such sums, too, with a query in the place of a feature: (*t),
-    (*t) and (*t, v).
+    Rows have the same fields, with a query in the place of a feature: (*t), (*t) and (*t, v). Their
+    `ratio` is the output of attention.
     """
 
     maximum: Float[Array, "*b m"]
@@ -73,7 +83,7 @@ class WindowState(NamedTuple):
 def empty(
     key: Float[Array, "b s k h"], num_features: Size, value_width: Size, *like: Array | None
 ) -> State:
-    """The state (k, b, m) of no keys, the neutral element of `combine`.
+    """Return the state (k, b, m) of no keys, the neutral element of `combine`.
 
     It is sharded as the keys are. As the carry of a scan it varies over the axes of `jax.shard_map`
     that the arrays `like` vary over.
@@ -86,8 +96,8 @@ def empty(
 
 def varying(tree, *like):
     """Make all arrays vary over the axes of `jax.shard_map` that any, or `like`, varies over."""
-    axes_of = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves((tree, like))]
-    axes = frozenset().union(*axes_of)
+    per_array = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves((tree, like))]
+    axes = frozenset().union(*per_array)
 
     def cast(x):
         missing = axes - jax.typeof(x).manual_axis_type.varying
@@ -97,7 +107,7 @@ def varying(tree, *like):
 
 
 def combine(left: State, right: State) -> State:
-    """The state of the keys of both, associative and commutative."""
+    """Return the state of the keys of both: associative and commutative."""
     maximum = jnp.maximum(left.maximum, right.maximum)
     a, b = (jnp.exp(x.maximum - finite(maximum)) for x in (left, right))
     return State(
@@ -107,57 +117,28 @@ def combine(left: State, right: State) -> State:
     )
 
 
-def finite(maximum: Array) -> Array:
-    """Maxima to subtract: 0 instead of -inf, so that e^-inf = 0 remains."""
-    return jnp.where(jnp.isneginf(maximum), 0.0, maximum)
+def ratio(rows: State, dtype: jnp.dtype | None = None) -> Float[Array, "*t v"]:
+    """Return the output of attention: numerator / normaliser, 0 for a query without keys.
 
-
-def exponentials(split: Split, maximum: Array) -> Array:
-    """phi e^{-maximum}, the maximum broadcast against (..., t, m)."""
-    exponent, factor = split
-    values = jnp.exp(exponent - finite(maximum))
-    return values if factor is None else values * factor
-
-
-def weighted(split: Split, log_weights: Float[Array, "..."] | None) -> Split:
-    """Features of keys (..., s, m) that count e^{log_weights} times, (..., s)."""
-    if log_weights is None:
-        return split
-    exponent, factor = split
-    missing = range(exponent.ndim - 1 - log_weights.ndim)
-    log_weights = jnp.expand_dims(log_weights, (*missing, -1))
-    # The sum alone is nan without a key, if the exponent has overflowed.
-    return jnp.where(jnp.isneginf(log_weights), -jnp.inf, exponent + log_weights), factor
-
-
-def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
-    """A product of operands in `dtype` that sums in float32, or float64 for float64 operands.
-
-    The algorithm rounds operands to bfloat16 within the product: gradients stay float32 until they
-    are operands themselves.
+    `dtype` is that of the operands of large products: if it is bfloat16, gradients are rounded
+    here, once, so that the numerator and the normaliser have the same.
     """
-    wide = float32_or_wider(left, right)
-    if dtype != jnp.bfloat16:
-        left, right = left.astype(dtype), right.astype(dtype)
-        wide, precision = float32_or_wider(left), "highest"
-    else:
-        precision = BFLOAT16
-        if left.dtype != right.dtype:
-            left, right = left.astype(wide), right.astype(wide)
-    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)
+    divide = _normalised_narrow if dtype == jnp.bfloat16 else normalised
+    return divide(rows.numerator, rows.normaliser)
 
 
-def rounded(x: Array) -> Array:
-    """x rounded to bfloat16; linear, so that its transpose rounds gradients."""
-    return jax.lax.reduce_precision(x, 8, 7)
+_normalised_narrow = jax.custom_jvp(normalised)
 
 
-def operand_dtype(value: Array) -> jnp.dtype:
-    """The dtype of large products: bfloat16 for bfloat16 values, else float32 or wider.
+@_normalised_narrow.defjvp
+def _(primals, tangents):
+    (numerator, denominator), (d_numerator, d_denominator) = primals, tangents
+    output = normalised(numerator, denominator)
+    change = d_numerator - output * d_denominator[..., None]
+    return output, normalised(rounded(change), denominator)
 
-    The range of float16 is too small for sums over keys.
-    """
-    return value.dtype if value.dtype == jnp.bfloat16 else float32_or_wider(value)
+
+# Keys -> state
 
 
 def state_of(split: Split, value: Float[Array, "..."]) -> State:
@@ -194,7 +175,7 @@ def _(dtype, primals, tangents):
 
 
 def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> State:
-    """The initial state (k, b, m) and all keys, `block` at a time, without decay."""
+    """Return the state of `initial` (k, b, m) and all keys, `block` at a time, without decay."""
     s = keys.key.shape[1]
     count, length = blocks(s, block)
 
@@ -214,64 +195,68 @@ def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> Sta
     return State(*(x.reshape(y.shape) for x, y in zip(state, initial, strict=True)))
 
 
-def attend(
+# Queries, state -> rows
+
+
+def look_up(
     query_map: Features,
     query: Float[Array, "b t k g h"],
     state: State,
     dtype: jnp.dtype,
     block: Size,
-) -> Float[Array, "b t k g v"]:
-    """Every query attends over the features: sum_j a_j z_j / sum_j a_j s_j."""
+) -> State:
+    """Return the rows (b, t, k, g) of all queries over the features of a state (k, b, m).
+
+    `block` queries at a time; the g query heads of a key head share its state. `dtype` is that of
+    the operands of large products.
+    """
     (b, t, k, g, h), (count, length) = query.shape, blocks(query.shape[1], block)
 
     @partial(jax.checkpoint, prevent_cse=count == 1)
-    def attend_block(query, state):
+    def rows_of_block(query, state):
         # (b, length, k, g, h) -> (k, b, length g, h): the query heads of a key head are rows
-        rows = heads_first(query).reshape(k, b, length * g, h)
-        exponent, factor = jax.tree.map(flat, query_map(rows))
-        exponent = exponent + state.maximum[..., None, :]
-        maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
-        weights = exponentials((exponent, factor), maximum)
-        over_features = _over_features_narrow if dtype == jnp.bfloat16 else _over_features
-        output = over_features(weights, state.normaliser, state.numerator, dtype).astype(dtype)
-        return output.reshape(k, b, length, g, output.shape[-1]).transpose(1, 2, 0, 3, 4)
+        split = query_map(heads_first(query).reshape(k, b, length * g, h))
+        rows = _rows(jax.tree.map(flat, split), state, dtype)
+        # (k b, length g, ...) -> (b, length, k, g, ...)
+        apart = [x.reshape(k, b, length, g, *x.shape[len(rows.maximum.shape) :]) for x in rows]
+        return State(*(x.transpose(1, 2, 0, 3, *range(4, x.ndim)) for x in apart))
 
     state, queries = jax.tree.map(flat, state), in_blocks(query, count, length)
     if count == 1:
-        return attend_block(queries[0], state)[:, :t]
-    outputs = jnp.moveaxis(jax.lax.map(lambda x: attend_block(x, state), queries), 0, 1)
-    return outputs.reshape(b, count * length, *outputs.shape[3:])[:, :t]
+        rows = rows_of_block(queries[0], state)
+        return jax.tree.map(lambda x: x[:, :t], rows)
+    rows = jax.lax.map(lambda x: rows_of_block(x, state), queries)
+    # (count, b, length, ...) -> (b, count length, ...)
+    rows = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), rows)
+    return jax.tree.map(lambda x: x.reshape(b, count * length, *x.shape[3:])[:, :t], rows)
 
 
-def _over_features(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> Array:
-    """o = sum_j a_j z_j / sum_j a_j s_j."""
-    denominator = dot("...tm,...m->...t", weights, s, s.dtype)
-    z = transposed(z.astype(dtype))
-    numerator = dot("...tm,...vm->...tv", weights.astype(dtype), z, dtype)
-    return normalised(numerator, denominator)
+def _rows(split: Split, state: State, dtype: jnp.dtype) -> State:
+    """Rows of queries with features (..., t, m): sum_j a_j s_j and sum_j a_j z_j."""
+    exponent, factor = split
+    exponent = exponent + state.maximum[..., None, :]
+    maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
+    weights = exponentials((exponent, factor), maximum)
+    sums = _over_features(weights, state.normaliser, state.numerator, dtype)
+    return State(maximum[..., 0], *sums)
 
 
-_over_features_narrow = jax.custom_jvp(_over_features, nondiff_argnums=(3,))
+def _over_features(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """sum_j a_j s_j, sum_j a_j z_j.
 
-
-@_over_features_narrow.defjvp
-def _(dtype, primals, tangents):
-    """sum_j a_j s_j do = sum_j (z_j - o s_j) da_j + ..., relative to the mean c of the values.
-
-    Relative to c, o and all z_j are small, and rounding costs little.
+    In bfloat16 the product is taken of z_j - c s_j, with c the mean of the values, sum z / sum s:
+    relative to it all z_j are small, and so is what rounding costs, in gradients above all.
     """
-    (weights, s, z), (d_weights, ds, dz) = primals, tangents
+    normaliser = dot("...tm,...m->...t", weights, s, s.dtype)
+    if dtype != jnp.bfloat16:
+        z = transposed(z.astype(dtype))
+        return normaliser, dot("...tm,...vm->...tv", weights.astype(dtype), z, dtype)
     total = jnp.sum(s, axis=-1)[..., None]
-    mean = (jnp.sum(z, axis=-2) / jnp.where(total == 0, 1.0, total))[..., None, :]
-    near, d_near = z - mean * s[..., None], dz - mean * ds[..., None]
-    over_z = partial(dot, "...tm,...mv->...tv", dtype=dtype)
-    over_s = partial(dot, "...tm,...m->...t", dtype=s.dtype)
-    denominator = over_s(weights, s)
-    change = over_z(d_weights, near) + over_z(weights, d_near)
-    d_denominator = (over_s(d_weights, s) + over_s(weights, ds))[..., None]
-    change -= normalised(over_z(weights, near), denominator) * d_denominator
-    output = normalised(over_z(weights, z), denominator)
-    return output, normalised(rounded(change), denominator)
+    mean = jnp.sum(z, axis=-2) / jnp.where(total == 0, 1.0, total)
+    mean = jax.lax.stop_gradient(mean)[..., None, :]
+    near = transposed(z - mean * s[..., None])
+    numerator = dot("...tm,...vm->...tv", weights, near, dtype)
+    return normaliser, numerator + mean * normaliser[..., None]
 
 
 def transposed(z: Array) -> Array:
@@ -284,14 +269,7 @@ def transposed(z: Array) -> Array:
     return apart(jnp.swapaxes(apart(z), -1, -2))
 
 
-def normalised(numerator: Array, denominator: Array) -> Array:
-    """numerator / denominator; 0 for a query without keys."""
-    return numerator * (1 / jnp.where(denominator == 0, 1.0, denominator))[..., None]
-
-
-def ratio(rows: State) -> Float[Array, "*t v"]:
-    """The output of attention."""
-    return normalised(rows.numerator, rows.normaliser)
+# Tokens in blocks
 
 
 def pad(x: Array, before: Size, after: Size, fill: float = 0) -> Array:
@@ -334,5 +312,5 @@ def flat(x: Array) -> Array:
 
 
 def take(x: Array, index: Int[Array, "b i"]) -> Array:
-    """Tokens of (b, t, ...) at the places (b, i)."""
+    """Return tokens of (b, t, ...) at the positions (b, i)."""
     return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)

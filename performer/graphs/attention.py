@@ -30,16 +30,12 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer import features as feature_maps
-from performer.attention import _checks, _maps, _masks
-from performer.attention import state as states
-from performer.attention._checks import Tokens
-from performer.attention._masks import Pairs
-from performer.attention.calibration import Calibration
+from performer.attention import calibration as calibrations
+from performer.attention.maps import features_of
 from performer.choices import unknown
 from performer.features import FeatureMap, Split
 from performer.graphs.features import Estimate, Features
-from performer.typing import float32_or_wider
+from performer.numerics import dot, exponentials, finite, normalised
 
 DENSE = 1024
 """Largest number of nodes for which the mask is formed as a matrix."""
@@ -75,7 +71,7 @@ def masked_attention(
     key_mask: ArrayLike | None = None,
     scale: float | None = None,
     weights: Float[Array, "*w m"] | None = None,
-    calibration: Calibration | None = None,
+    calibration: calibrations.Calibration | None = None,
     feature_map: str | FeatureMap = "positive",
     implementation: Literal["dense", "sparse"] | None = None,
     links: Links | None = None,
@@ -121,67 +117,57 @@ def masked_attention(
         >>> mask = graphs.graph_random_features(key, graph, kernel, num_walks=8, p_halt=0.3)
         >>> output = graphs.masked_attention(q, k, v, frequencies, mask)
     """
-    lead, given = query.shape[:-3], Tokens(query, key, value)
-    tokens = _checks.with_one_batch_axis(given)
-    dtype = float32_or_wider(*tokens)
-    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    feature_map = feature_maps.get(feature_map)
-    estimate = _checks.Estimate(frequencies, None, weights, calibration, feature_map, scale)
-    _checks.check_estimate(estimate, tokens)
-    exists = _masks.key_mask(key_mask, None, lead, tokens.key)
-    log_weights = _masks.log_weights(None, exists, lead, tokens.key, dtype)
-    _check_mask(mask, tokens)
     if implementation not in (None, "dense", "sparse"):
         raise ValueError(unknown("implementation", implementation, ("dense", "sparse")))
-    sparse = implementation == "sparse" or (implementation is None and query.shape[-3] > DENSE)
+    given = features_of(
+        query,
+        key,
+        value,
+        frequencies,
+        mask=key_mask,
+        scale=scale,
+        weights=weights,
+        calibration=calibration,
+        feature_map=feature_map,
+    )
+    _check_mask(mask, query.shape[-3], key.shape[-3], query.shape[-2])
     if not isinstance(mask, Estimate) and implementation == "sparse":
         raise ValueError("implementation='sparse' needs walks, and this mask is a dense matrix")
+    sparse = implementation == "sparse" or (implementation is None and query.shape[-3] > DENSE)
     sparse = sparse and isinstance(mask, Estimate)
     if sparse and links is None:
         links = link(cast(Estimate, mask), min(frequencies.shape[-2], value.shape[-1]))
-    output = _attention(tokens, estimate, Pairs(log_weights), mask, links, sparse)
-    return output.reshape(*lead, *output.shape[1:])
+    output = _attention(*given, mask, links, sparse).astype(value.dtype)
+    return output.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _check_mask(mask: Estimate | Array, tokens: Tokens) -> None:
-    (t, n), s = tokens.query.shape[1:3], tokens.key.shape[1]
+def _check_mask(mask: Estimate | Array, t: int, s: int, n: int) -> None:
     heads = mask.left.value.shape[:-1] if isinstance(mask, Estimate) else mask.shape[:-2]
     if not mask.shape[-2:] == (t, t) == (s, s) or heads not in ((), (n,)):
         raise ValueError(
             f"the mask is {(*heads, *mask.shape[-2:])} for {t} queries and {s} keys of {n} heads:"
-            f" expected {(s, s)} for all heads or {(n, s, s)}, and as many queries as keys. A"
-            " causal or streaming order does not go with the mask of a graph"
+            f" expected {(s, s)} for all heads or {(n, s, s)}, and as many queries as keys. The"
+            " mask of a graph cannot be combined with a causal or streaming order"
         )
 
 
 @partial(jax.jit, static_argnums=5)
 def _attention(
-    tokens: Tokens,
-    estimate: _checks.Estimate,
-    pairs: Pairs,
+    query: Split,
+    key: Split,
+    value: Float[Array, "n b s v"],
     mask: Estimate | Array,
     links: Links | None,
     sparse: bool,
-) -> Array:
-    rows, _ = _sums(tokens, estimate, pairs, mask, links, sparse)  # (n, b, t, v + 1)
-    output = states.normalised(rows[..., :-1], rows[..., -1])
-    return output.transpose(1, 2, 0, 3).astype(tokens.value.dtype)
+) -> Float[Array, "b t n v"]:
+    rows, _ = _sums(query, key, value, mask, links, sparse)  # (n, b, t, v + 1)
+    return normalised(rows[..., :-1], rows[..., -1]).transpose(1, 2, 0, 3)
 
 
-def _sums(tokens, estimate, pairs, mask, links, sparse) -> tuple[Array, Array]:
+def _sums(query: Split, key: Split, value, mask, links, sparse) -> tuple[Array, Array]:
     """Numerators and normalisers (n, b, t, v + 1), and the exponents taken out (n, b, t)."""
-    x = _maps.arguments(tokens, estimate, pairs)
-    query_map, key_map = _maps.feature_maps(x, estimate)
-    (b, t, n, h), (k, v) = x.query.shape, x.keys.value.shape[2:]
-    dtype = float32_or_wider(*tokens)
-    # (b, t, n, h) -> (k, b, n / k, t, h)
-    query = query_map(x.query.reshape(b, t, k, n // k, h).transpose(2, 0, 3, 1, 4))
-    query = jax.tree.map(lambda y: y.swapaxes(1, 2).reshape(n, b, t, -1), query)
-    log_weights = None if x.keys.log_weights is None else x.keys.log_weights.transpose(2, 0, 1)
-    key = states.weighted(key_map(x.keys.key.transpose(2, 0, 1, 3)), log_weights)
-    value = x.keys.value.astype(dtype).transpose(2, 0, 1, 3)
-    value = jnp.concatenate([value, jnp.ones((k, b, t, 1), dtype)], axis=-1)
-    key, value = jax.tree.map(lambda y: jnp.repeat(y, n // k, axis=0), (key, value))
+    (n, b, t, v), dtype = value.shape, value.dtype
+    value = jnp.concatenate([value, jnp.ones((n, b, t, 1), dtype)], axis=-1)
     if not sparse:
         return _dense(query, key, value, mask.gram() if isinstance(mask, Estimate) else mask)
     left, right = _phi(cast(Estimate, mask))
@@ -209,12 +195,12 @@ def _sums(tokens, estimate, pairs, mask, links, sparse) -> tuple[Array, Array]:
 def _dense(query: Split, key: Split, value: Array, mask: Array) -> tuple[Array, Array]:
     highest = jax.lax.stop_gradient(jnp.max(key[0], axis=-2))  # (n, b, m)
     exponent = query[0] + highest[..., None, :]
-    top = states.finite(jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True)))
-    left = states.exponentials((exponent, query[1]), top)
-    right = states.exponentials(key, highest[..., None, :])
+    top = finite(jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True)))
+    left = exponentials((exponent, query[1]), top)
+    right = exponentials(key, highest[..., None, :])
     mask = mask.astype(value.dtype)
-    weights = states.dot("nbtm,nbsm->nbts", left, right, value.dtype) * mask[..., None, :, :]
-    return states.dot("nbts,nbsv->nbtv", weights, value, value.dtype), top[..., 0]
+    weights = dot("nbtm,nbsm->nbts", left, right, value.dtype) * mask[..., None, :, :]
+    return dot("nbts,nbsv->nbtv", weights, value, value.dtype), top[..., 0]
 
 
 def _phi(mask: Estimate) -> tuple[Features, Features]:
@@ -291,7 +277,7 @@ def _over_links(
         return top.at[i].max(jnp.max(a[i] + b[j], axis=-1)), None
 
     top = jax.lax.scan(highest, jnp.full_like(value[:, 0], -jnp.inf), ends)[0]
-    top = states.finite(top)
+    top = finite(top)
     tables = (*query, top[:, None]), (*key, value)
     return _pair_sums(*tables, weights, ends), top
 
@@ -363,7 +349,7 @@ def _sparse(
 
     def highest(key):
         top = jax.ops.segment_max(key[right.start], right.node, landmarks)
-        return states.finite(top), top
+        return finite(top), top
 
     def tops(query, key):
         exponent = query[left.start] + highest(key)[1][left.node]
@@ -376,7 +362,7 @@ def _sparse(
             jax.lax.stop_gradient(exponents),
         )[0]
     )
-    top = states.finite(top)
+    top = finite(top)
 
     @jax.checkpoint
     def part(query, key, of_query, of_key):

@@ -26,8 +26,9 @@ from performer.attention.refinement import (
     softmax_attention,
     transfer,
 )
+from performer.attention.values import NOT_EXACT, Exact
 from performer.linearization.report import Report
-from performer.typing import NO_WINDOW, Coupling, Window
+from performer.typing import Coupling
 
 EXAMPLES = 8
 """Examples of the first batch whose queries and keys are kept to measure errors on."""
@@ -81,11 +82,11 @@ class Options:
     keep: int = 0
     tolerance: float | None = None
     seed: int = 0
-    window: Window = NO_WINDOW
+    exact: Exact = NOT_EXACT
 
     def sizes(self, head_dim: int) -> list[tuple[int, int]]:
         """Numbers of features and of exact keys to try for a layer, the cheapest first."""
-        most, keys = self.num_features or 2 * head_dim, self.window.exact_keys
+        most, keys = self.num_features or 2 * head_dim, self.exact.keys
         if self.tolerance is None:
             return [(most, keys)]
         even = [most] + [most >> i for i in (1, 2, 3) if most % 2 ** (i + 1) == 0]
@@ -93,22 +94,22 @@ class Options:
 
     @classmethod
     def of(cls, batches: Any, **keywords: Any) -> "Options":
-        """Check the keywords, with exact pairs by the names of `Window`, and the batches.
+        """Check the keywords, and the batches.
 
         Raises:
             ValueError: for invalid ones.
         """
-        window = Window(**{x: keywords.pop(x) for x in Window._fields if x in keywords})
-        own = cls(**keywords, window=window)
+        given = {name: keywords.pop(f"exact_{name}", 0) for name in Exact._fields}
+        own = cls(**keywords, exact=(exact := Exact(**given)))
         calibrations.parts(own.calibration, own.coupling)
-        counts = dict(refine_steps=own.refine_steps, keep=own.keep) | window._asdict()
+        counts = dict(refine_steps=own.refine_steps, keep=own.keep) | exact.options
         for name, count in counts.items():
             if count < 0:
                 raise ValueError(f"{name} must not be negative, got {count}")
         if own.tolerance is not None and not own.tolerance > 0:
             raise ValueError(f"tolerance must be positive, such as 0.1, got {own.tolerance}")
-        if window.exact_first and not window.exact_window:
-            raise ValueError(f"{window}: first keys go with an exact_window; give that one, too")
+        if exact.first and not exact.window:
+            raise ValueError(f"exact_first={exact.first} requires exact_window > 0")
         if hasattr(batches, "shape"):
             raise ValueError(
                 "batches must be a list of batches, and this is one array of shape"
@@ -139,7 +140,7 @@ def replacements(
     for i, (layer, (linear, errors)) in enumerate(zip(layers, drawn, strict=True)):
         row = {"path": layer.path, "layer": i, "head": 0}
         row |= {"attention": "linear" if i in new else "exact"}
-        row |= {"m": linear.frequencies.shape[-2], "exact keys": linear.window.exact_keys}
+        row |= {"m": linear.frequencies.shape[-2], "exact keys": linear.exact.keys}
         heads = zip(*(x.tolist() for x in errors.values()), strict=True)
         for head, numbers in enumerate(heads):
             rows.append(row | {"head": head} | dict(zip(errors, numbers, strict=True)))
@@ -190,28 +191,28 @@ def draw_layer(
     Frequencies move, or all parameters of `Far` do.
     """
     coupling, calibration, steps = options.coupling, options.calibration, options.refine_steps
-    window, fitted = options.window._replace(exact_keys=exact_keys), None
+    exact, fitted = options.exact._replace(keys=exact_keys), None
     heads, head_dim = layer.sample.key.shape[-2:]
     if layer.sample.query.shape[1] != layer.sample.key.shape[1]:
-        window = window._replace(exact_window=0, exact_first=0)
+        exact = exact._replace(window=0, first=0)
     if layer.kind != "of keys" or layer.slopes is not None:
-        window = window._replace(exact_keys=0)
+        exact = exact._replace(keys=0, rows=0)
     if calibrations.parts(calibration):
         moments = layer.moments.astype(jnp.float32)
-        fitted = calibrations.fit(moments, calibration, coupling, window.is_mixed)
+        fitted = calibrations.fit(moments, calibration, coupling, exact.is_mixed)
     w = couplings.draw(key, coupling, m, head_dim, heads)
-    linear = Linear(w, fitted, window=window)
+    linear = Linear(w, fitted, exact=exact)
     if not steps:
         return [linear], 0.0
     sample = examples(layer)
     how: Any = dict(steps=steps, is_causal=layer.is_causal)
     linear = replace(linear, frequencies=transfer(performer_estimate, w, linear, sample, **how))
-    if not window.exact_window:
+    if not exact.window:
         return [linear], 0.0
     kind: Any = dict(method=calibration, coupling=coupling, is_causal=layer.is_causal)
-    start, fitted = calibrated_far(w, window, sample, **kind)
-    best = refine_far(Far.of(START * start.of_key), fitted, window, sample, **how)
-    far = Linear(best.of_key, None, best.of_query, best.weights, window)
+    start, fitted = calibrated_far(w, exact, sample, **kind)
+    best = refine_far(Far.of(START * start.of_key), fitted, exact, sample, **how)
+    far = Linear(best.of_key, None, best.of_query, best.weights, exact)
     unseen = parted(sample)[1]
     before, after = (mean(head_errors(unseen, x, layer.is_causal)) for x in (linear, far))
     return [linear, far], before - after

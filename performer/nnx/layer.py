@@ -14,11 +14,12 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 from performer import couplings, features
 from performer.attention import calibration as calibrations
 from performer.attention import performer_attention
-from performer.attention._dropin import attention_fn
 from performer.attention.calibration import Calibration
+from performer.attention.dropin import attention_fn
 from performer.attention.parallel import over_tokens
 from performer.attention.refinement import LEARNED
-from performer.typing import Coupling, Window
+from performer.attention.values import Exact
+from performer.typing import Coupling
 
 
 class Frequencies(nnx.Variable):
@@ -107,7 +108,7 @@ class PerformerAttention(nnx.Module):
         self.frequencies = Frequencies(
             couplings.draw(rngs.frequencies(), coupling, num_features, head_dim, num_heads)
         )
-        names = calibrations.parts(calibration, coupling, self.window.is_mixed)
+        names = calibrations.parts(calibration, coupling, self.exact.is_mixed)
         self.method = "+".join(names) or "none"
         self.momentum, self.num_queries = momentum, num_queries
         self.use_running_average, self.split = use_running_average, split
@@ -131,9 +132,10 @@ class PerformerAttention(nnx.Module):
         return own | options
 
     @property
-    def window(self) -> Window:
+    def exact(self) -> Exact:
         """Exact pairs of the options."""
-        return Window(**{name: x for name, x in self.options if name in Window._fields})
+        options: dict[str, Any] = dict(self.options)
+        return Exact(*(options.get(f"exact_{name}", 0) for name in Exact._fields))
 
     @property
     def calibration(self) -> Calibration | None:

@@ -203,7 +203,7 @@ def _attention(layer: Layer, linear: Linear, options: Options) -> PerformerAtten
         calibration="none" if transferred else options.calibration,
         use_running_average=True,
         transferred=transferred,
-        **linear.window._asdict(),
+        **linear.exact.options,
         rngs=nnx.Rngs(frequencies=0),
     )
     attention.frequencies[...] = linear.frequencies

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jax
 
 import performer
+from performer.attention import Exact
 from performer.choices import unknown
-from performer.typing import Window
 from vit.run import files
 
 LARGEST = 2**31 - 1
@@ -372,7 +372,7 @@ RULES: dict[str, Callable[[Config], bool]] = {
     " config.attention.exact_keys=0, config.attention.exact_rows=0 and"
     " config.attention.implementation=xla": lambda c: (
         c.attention.mask == "none"
-        or (c.attention.kind, any(window(c)), c.attention.implementation)
+        or (c.attention.kind, any(exact(c)), c.attention.implementation)
         == ("performer", False, "xla")
     ),
     "config.data.image_size must be divisible by the patch of config.model.variant": lambda c: (
@@ -383,7 +383,7 @@ RULES: dict[str, Callable[[Config], bool]] = {
     ),
     "config.seq must be 1 with config.attention.exact_window, config.attention.exact_keys,"
     " config.attention.exact_rows and config.attention.mask": lambda c: (
-        c.seq == 1 or (any(window(c)), c.attention.mask) == (False, "none")
+        c.seq == 1 or (any(exact(c)), c.attention.mask) == (False, "none")
     ),
     "config.data.eval_resize must be 0, or one to four times config.data.image_size": lambda c: (
         not c.data.eval_resize or 1 <= c.data.eval_resize / c.data.image_size <= 4
@@ -469,11 +469,11 @@ def parse_variant(variant: str) -> tuple[Size, int]:
     return SIZES[name], int(patch_size)
 
 
-def window(config: Config) -> Window:
-    """Return the exact pairs of a config's attention; beside a window the prefix is exact, too."""
+def exact(config: Config) -> Exact:
+    """Return the exact pairs of a config's attention; with a window also the prefix is exact."""
     own = config.attention
     first = config.model.num_prefix if own.exact_window else 0
-    return Window(own.exact_window, first, own.exact_keys, own.exact_rows)
+    return Exact(own.exact_window, first, own.exact_keys, own.exact_rows)
 
 
 def block_sizes(config: Config) -> list[tuple[int, ...]]:

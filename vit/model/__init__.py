@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Real
 
 from performer.nnx import PerformerAttention
-from vit.config import Config, of_block, window
+from vit.config import Config, exact, of_block
 from vit.model.grid import GridAttention
 from vit.task import random_streams as random_streams
 
@@ -204,7 +204,7 @@ def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
         redraw_every=own.redraw_every,
         calibration=own.calibration,
         implementation="pallas" if own.implementation == "pallas" else None,
-        **window(config)._asdict(),
+        **exact(config).options,
         split="seq",
         transferred=own.transferred,
         rngs=rngs,

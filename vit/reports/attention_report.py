@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 from performer.analysis import attention_error
+from performer.attention.values import NOT_EXACT, Exact
 from performer.nnx import PerformerAttention
-from performer.typing import NO_WINDOW, Window
 from vit import config as configs
 from vit import data
 from vit.reports import metrics, report
@@ -32,7 +32,7 @@ def rows(
     coupling: str,
     num_features: int,
     draws: int,
-    window: Window = NO_WINDOW,
+    exact: Exact = NOT_EXACT,
 ) -> list[metrics.Record]:
     """Return one record for each layer and head: errors, means over the examples.
 
@@ -46,7 +46,7 @@ def rows(
         coupling: coupling of the frequencies that are drawn.
         num_features: m of layers with softmax attention.
         draws: number of draws.
-        window: pairs that are exact beside features in layers with softmax attention.
+        exact: pairs that are exact, with features for the others, in layers of softmax attention.
 
     Raises:
         ValueError: if the task does not describe its attention, or the coupling is unknown.
@@ -55,9 +55,9 @@ def rows(
     linear = [isinstance(function, PerformerAttention) for function in functions]
     triples, records = nnx.jit(task.projections)(model, batch), []
     for number, (function, (query, key, value)) in enumerate(zip(functions, triples, strict=True)):
-        m, near = num_features, window
+        m, near = num_features, exact
         if linear[number]:
-            m, near = function.frequencies.shape[-2], function.window
+            m, near = function.frequencies.shape[-2], function.exact
         error = attention_error(
             query,
             key,
@@ -66,7 +66,7 @@ def rows(
             num_features=m,
             draws=draws,
             calibration=function.calibration if linear[number] else None,
-            **near._asdict(),
+            **near.options,
         )
         assert error.output is not None
         assert error.uniform_output is not None
@@ -159,7 +159,7 @@ def report_attention(
         coupling=own.coupling,
         num_features=own.num_features,
         draws=draws,
-        window=configs.window(config),
+        exact=configs.exact(config),
     )
     calibration = "none" if own.kind == "softmax" else own.calibration
     title = f"{workdir.name}: {own.coupling}, m = {own.num_features}, calibration {calibration}"

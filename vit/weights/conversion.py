@@ -14,11 +14,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from performer import performer_attention
+from performer.attention import Exact
 from performer.attention.refinement import Sample, softmax_attention, squared
 from performer.linearization import Report
 from performer.linearization.layers import Measured
 from performer.nnx import linearize, measure
-from performer.typing import Window
 from vit import config as configs
 from vit import data
 from vit.task import Model, Task
@@ -80,12 +80,12 @@ def uniform_so_far(query: Array, key: Array, value: Array) -> Array:
 
 
 @cache  # the same function for the same window is the same program
-def window_alone(window: Window) -> Callable[..., Array]:
+def window_alone(exact: Exact) -> Callable[..., Array]:
     """Return softmax over the exact keys: one feature, of weight 0, for all others."""
 
     def attend(query: Array, key: Array, value: Array) -> Any:
         frequencies, weights = jnp.zeros((1, query.shape[-1])), jnp.zeros(1)
-        options: Any = window._asdict()
+        options: Any = exact.options
         return performer_attention(query, key, value, frequencies, weights=weights, **options)
 
     return attend
@@ -114,9 +114,9 @@ def linearized(
 
     def replaced(case: Case) -> Replaced:
         own = case.attention
-        window = configs.window(dataclasses.replace(config, attention=own))
+        exact = configs.exact(dataclasses.replace(config, attention=own))
         if not own.num_features:
-            alone = [Function(window_alone(window)) for _ in task.layers(model)]
+            alone = [Function(window_alone(exact)) for _ in task.layers(model)]
             return Replaced(exchanged(task, model, alone))
         new, heads = linearize(
             model,
@@ -127,7 +127,7 @@ def linearized(
             refine_steps=case.refine_steps,
             keep=case.keep,
             tolerance=case.tolerance,
-            **window._asdict(),
+            **exact.options,
             call=task.count,
             measured=measured,
             seed=case.seed,

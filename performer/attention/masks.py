@@ -1,6 +1,5 @@
-"""Weights of pairs by their place: masks, log-weights, decay, packed segments."""
+"""Arrays of `Pairs` from keywords: masks, log-weights, decay, packed segments."""
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,20 +15,6 @@ from performer.typing import Size
 
 Lead = tuple[Size, ...]
 """Sizes of the batch axes."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Weights of pairs of a query and a key that depend on their places."""
-
-    log_weights: Float[Array, "b s #k"] | None = None
-    """Log-weights of keys, with mask and lengths; -inf for no key, None for 0 everywhere."""
-    log_decay: Float[Array, "b t n"] | None = None
-    """Log-decay of tokens, for each key head or each query head."""
-    segments: tuple[Int[Array, "b t"], Int[Array, "b s"] | None] | None = None
-    """Segments of queries and of keys; None for keys in self attention."""
-    is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def key_mask(
@@ -56,14 +41,19 @@ def key_mask(
             )
         keys = jnp.broadcast_to(mask.astype(bool), want).reshape(b, s)
     if lengths is not None:
-        lengths = jnp.asarray(lengths).astype(jnp.int32)
+        bad, lengths = first(lengths, lambda x: ~(x >= 0)), jnp.asarray(lengths)
         if lengths.shape not in (lead, ()):
             raise ValueError(
                 f"key_value_seq_lengths has shape {lengths.shape}; expected one length for each"
                 f" batch entry, {lead}"
             )
+        if not jnp.issubdtype(lengths.dtype, jnp.integer) or bad is not None:
+            raise ValueError(
+                f"key_value_seq_lengths has {_got(lengths, bad)}; expected integers from 0, numbers"
+                " of keys"
+            )
         index = jnp.arange(s, dtype=jnp.int32)[None]
-        exists = index < jnp.broadcast_to(lengths, lead).reshape(b, 1)
+        exists = index < jnp.broadcast_to(lengths.astype(jnp.int32), lead).reshape(b, 1)
         keys = exists if keys is None else keys & exists
     return keys
 
@@ -87,8 +77,8 @@ def log_weights(
     bad = first(given, lambda x: ~(x < np.inf), dtype)
     if not jnp.issubdtype(weights.dtype, jnp.floating) or bad is not None:
         raise ValueError(
-            f"key_log_weights has dtype {weights.dtype} and the entry {bad}; expected floats, the"
-            " logarithms of weights, below inf; -inf where there is no key"
+            f"key_log_weights has {_got(weights, bad)}; expected floats, the logarithms of weights,"
+            " below inf; -inf where there is no key"
         )
     return _joined(weights, exists, want, (b, s, k if has_heads else 1), dtype)
 
@@ -117,8 +107,8 @@ def log_decay(
         bad = first(alibi_slopes, lambda x: ~((x >= 0) & (x < np.inf)), dtype)
         if slopes.shape not in ((n,), (k,)) or not floats or bad is not None:
             raise ValueError(
-                f"alibi_slopes has shape {slopes.shape}, dtype {slopes.dtype} and the entry {bad};"
-                f" expected finite floats from 0, one for each of the {n} heads, as 2^-1 ... 2^-8"
+                f"alibi_slopes has shape {slopes.shape}, {_got(slopes, bad)}; expected finite"
+                f" floats from 0, one for each of the {n} heads, for example 2^-1 ... 2^-8"
             )
         return jnp.broadcast_to(-slopes.astype(dtype), (b, t, *slopes.shape))
     if given is None:
@@ -134,8 +124,8 @@ def log_decay(
     bad = first(given, lambda x: ~(x <= 0))
     if not jnp.issubdtype(decay.dtype, jnp.floating) or bad is not None:
         raise ValueError(
-            f"log_decay has dtype {decay.dtype} and the entry {bad}; expected floats that are not"
-            " positive, as jax.nn.log_sigmoid gives them"
+            f"log_decay has {_got(decay, bad)}; expected floats that are not positive, for example"
+            " from jax.nn.log_sigmoid"
         )
     return jnp.broadcast_to(decay.astype(dtype), want).reshape(b, t, heads)
 
@@ -157,6 +147,9 @@ def segments(
             f"segment_ids have the shapes {[x.shape for x in ids]} for queries and keys; expected"
             f" {want}, one number for each token, as a pair if they differ"
         )
+    for x in ids:
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"segment_ids have dtype {x.dtype}; expected integers")
     query_ids, key_ids = (x.reshape(y.shape[:2]) for x, y in zip(ids, (query, key), strict=True))
     return query_ids, None if pair[0] is pair[1] else key_ids
 
@@ -170,6 +163,11 @@ def first(
     values = np.asarray(x).astype(dtype)
     wrong = values[bad(values)]
     return wrong[0] if wrong.size else None
+
+
+def _got(x: Array, bad: Any) -> str:
+    """The dtype, and the bad entry if there is one."""
+    return f"dtype {x.dtype}" + f" and the entry {bad}" * (bad is not None)
 
 
 def _broadcasts(shape: Lead, want: Lead) -> bool:

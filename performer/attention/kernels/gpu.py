@@ -1,6 +1,6 @@
 """Attention in kernels for NVIDIA GPUs (Pallas on Triton): features never leave the chip.
 
-The sums are those of `_tpu`, with its symbols. Tokens are rows and stay where they are in memory: a
+The sums are those of `tpu`, with its symbols. Tokens are rows and stay where they are in memory: a
 program has one head of one batch entry. `Operands` are query (b, t, n, h), key (b, s, n, h), value
 (b, s, n, v), W_q and W_k (n, m, h), log-weights of features (n, m) and of keys (b, n, s).
 
@@ -26,10 +26,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from performer.attention._checks import Kernel, Operands
-from performer.attention._maps import Arguments
-from performer.attention._sweep import LAST, LOST, TINY
-from performer.attention.state import State, combine, finite
+from performer.attention.kernels.which import Kernel, Operands
+from performer.attention.maps import Arguments
+from performer.attention.state import State, combine
+from performer.attention.sweep import LAST, LOST, TINY
+from performer.numerics import finite
 
 Out = jax.ShapeDtypeStruct
 f32 = jnp.float32
@@ -74,6 +75,7 @@ class Span(NamedTuple):
 
     @property
     def steps(self):
+        """Number of steps."""
         return (self.count + self.block - 1) // self.block
 
 
@@ -107,6 +109,7 @@ def key_exponents(x: Operands, key: Array, shared: Array) -> Float[Array, "m s"]
 
 
 def no_keys(x: Operands) -> State:
+    """The state (m,) of no keys."""
     m, width = x.w_key.shape[0], x.value.shape[1]
     return State(jnp.full(m, -jnp.inf, f32), jnp.zeros(m, f32), jnp.zeros((m, width), f32))
 
@@ -212,7 +215,7 @@ class Chunk(NamedTuple):
 
 
 def chunk(x: Operands, i, tokens: Span, scale: float) -> Chunk:
-    """The i-th chunk, stabilised as in `_sweep`."""
+    """The i-th chunk, stabilised as in `sweep`."""
     query, key, value = (tokens.read(ref, i) for ref in (x.query, x.key, x.value))
     exponents = key_exponents(x, key, token_exponents(x, key, i, tokens, scale))
     y, dtype = dot(query, x.w_query[...].T), query.dtype
@@ -357,10 +360,12 @@ def here(length: int, span: int, block: int) -> Span:
 
 
 def get(refs):
+    """Read all references."""
     return jax.tree.map(lambda ref: ref[...], refs)
 
 
 def put(refs, values) -> None:
+    """Write all references."""
     for ref, value in zip(refs, values, strict=True):
         ref[...] = value
 
@@ -390,10 +395,12 @@ class Piece(NamedTuple):
 
 
 def pieces(tree, kind: str):
+    """All arrays of a tree as parts of one kind."""
     return jax.tree.map(partial(Piece, kind=kind), tree)
 
 
 def operands(x: Operands) -> Operands:
+    """The operands as parts, each of its kind."""
     kinds = ("tokens", "tokens", "tokens", "weights", "weights", "weights", "scalars")
     return Operands(*(pieces(y, kind) for y, kind in zip(x, kinds, strict=True)))
 
@@ -499,6 +506,7 @@ def backward(x: Arguments, state: Any, gradient: Array, settings: Kernel, wanted
 
 
 def of_queries(x: Operands) -> Operands:
+    """The operands of a kernel that has queries alone."""
     return Operands(query=x.query, w_query=x.w_query)
 
 

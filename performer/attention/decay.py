@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from performer.attention.state import Keys, State, finite
+from performer.attention.state import Keys, State
+from performer.numerics import finite
 
 
 class Sums(NamedTuple):

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from performer.attention._masks import key_mask
+from performer.attention.masks import key_mask
 from performer.attention.op import attention_weights, performer_attention
+from performer.attention.refusals import INSTEAD
 
 
 def attention_fn(
@@ -17,6 +18,7 @@ def attention_fn(
     frequencies: Float[Array, "*n m h"],
     *,
     mask: ArrayLike | None,
+    bias: ArrayLike | None,
     is_causal: bool,
     dropout_rate: float,
     deterministic: bool,
@@ -33,6 +35,8 @@ def attention_fn(
         ValueError: for attention dropout, causal attention of fewer queries than keys, and as
             `performer_attention`.
     """
+    if bias is not None:
+        raise ValueError(f"bias: {INSTEAD['bias']}")
     if dropout_rate > 0 and not deterministic:
         raise ValueError(
             f"linear attention has no attention weights to drop (dropout_rate={dropout_rate}); set"
@@ -46,14 +50,14 @@ def attention_fn(
         )
     if dtype is not None:
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    places = options.get("exact_window") or options.get("exact_rows")
-    places, place = places or options.get("alibi_slopes") is not None, None
+    places = options.get("exact_window") or options.get("alibi_slopes") is not None
+    place = None
     if places and mask is not None and t == 1 < s:
         place, is_causal = _last(mask, key), True
         query = jnp.where(place, query, 0)
     options |= dict(mask=mask, is_causal=is_causal)
     output = performer_attention(query, key, value, frequencies, **options)
-    output = _row(cast(Array, output), place, -3)
+    output = _row(output, place, -3)
     if not return_weights:
         return output, None
     options["implementation"] = None  # unit values are as wide as there are keys

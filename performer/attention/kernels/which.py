@@ -1,7 +1,7 @@
-"""The kernels for TPU and GPU as an implementation of `performer_attention`.
+"""Which kernels a call of `performer_attention` gets, and their derivative.
 
-A program compiled for a TPU has the kernels of `_tpu`, one for an NVIDIA GPU those of `_gpu`,
-forward and backward. A traced function may be compiled for another platform than that of this
+A program compiled for a TPU has the kernels of `tpu`, one for an NVIDIA GPU those of `gpu`, forward
+and backward. A traced function may be compiled for another platform than that of this
 process: `jax.lax.platform_dependent` chooses, inside one `jax.custom_vjp`.
 """
 
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,13 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from performer import features
-from performer.attention import _sizes
-from performer.attention._checks import Estimate, Kernel, Plan, Tokens
-from performer.attention._maps import Arguments
-from performer.attention._masks import Pairs
-from performer.attention._sizes import LANES, ROWS
+from performer.attention import sizes
+from performer.attention.maps import Arguments
+from performer.attention.sizes import LANES, ROWS
 from performer.attention.state import varying
-from performer.typing import Window
+from performer.attention.values import Estimate, Exact, Pairs, Plan, Tokens
 
-MODULES = {"tpu": "performer.attention._tpu", "cuda": "performer.attention._gpu"}
+MODULES = {"tpu": "performer.attention.kernels.tpu", "cuda": "performer.attention.kernels.gpu"}
 """Kernels by platform; they are slow to import."""
 INTERPRET = ""
 """Platform whose kernels are interpreted, for tests without one: slow."""
@@ -44,10 +42,36 @@ feature, with elements of two and of four bytes; half more if (z, s) is wider th
 Reported by the compiler for TPU v5e for the backward passes, rounded up."""
 
 
+class Operands(NamedTuple):
+    """Arrays of a kernel, or gradients, blocks or references of them; None for none."""
+
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    w_query: Any = None
+    w_key: Any = None
+    feature_bias: Any = None
+    log_weights: Any = None
+
+
+class Kernel(NamedTuple):
+    """Static options of the kernels."""
+
+    scale: float
+    is_causal: bool
+    heads: int
+    """Key heads of a block, on a TPU."""
+    block: int
+    """Tokens of a block, on a TPU."""
+    platform: str
+    """"tpu" or "cuda"."""
+    interpret: bool = False
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Requested gradients, beside those of queries, keys and values."""
+    """Requested gradients other than those of queries, keys and values."""
 
     w_query: bool = False
     w_key: bool = False
@@ -56,21 +80,21 @@ class Wanted:
 
 
 def with_kernels(
-    tokens: Tokens, estimate: Estimate, exact: Window, pairs: Pairs, streams: bool, plan: Plan
+    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool, plan: Plan
 ) -> Plan:
     """The plan with the kernels if they support the call; else unchanged, with a warning."""
     streams |= plan.axis_name is not None
-    reason, here = _refused(tokens, estimate, exact, pairs, streams), _sizes.platform()
+    reason, here = _refused(tokens, estimate, exact, pairs, streams), sizes.platform()
     platform = INTERPRET or {"gpu": "cuda"}.get(here, "tpu")
-    sizes = heads_and_block(tokens, estimate, pairs.is_causal) if reason is None else None
+    steps = heads_and_block(tokens, estimate, pairs.is_causal) if reason is None else None
     if reason is None and platform == "cuda":
-        sizes, reason = (0, 0), None if fits_gpu(tokens, estimate) else ON_GPU
-    if reason is not None or sizes is None:
+        steps, reason = (0, 0), None if fits_gpu(tokens, estimate) else ON_GPU
+    if reason is not None or steps is None:
         warn(f"does not support {reason or LARGE}: attention is computed without the kernel")
         return plan
     if here not in ("tpu", "gpu") and not INTERPRET:
         warn(f"is for programs compiled for a TPU or GPU: those for {here} have no kernel")
-    settings = Kernel(estimate.scale, pairs.is_causal, *sizes, platform, bool(INTERPRET))
+    settings = Kernel(estimate.scale, pairs.is_causal, *steps, platform, bool(INTERPRET))
     return dataclasses.replace(plan, kernel=settings)
 
 
@@ -89,20 +113,19 @@ def fits_gpu(tokens: Tokens, estimate: Estimate) -> bool:
 
 
 def _refused(
-    tokens: Tokens, estimate: Estimate, exact: Window, pairs: Pairs, streams: bool
+    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool
 ) -> str | None:
     """Reason why the kernels do not support the call; None if they do."""
-    sizes = (*estimate.frequencies.shape, *(size for x in tokens for size in x.shape))
+    shapes = (*estimate.frequencies.shape, *(size for x in tokens for size in x.shape))
     widths = tokens.query.shape[-1], tokens.value.shape[-1], estimate.frequencies.shape[-2]
     dtypes = [x.dtype.name for x in tokens]
     reasons = {
-        "symbolic shapes": any(map(is_symbolic_dim, sizes)),
-        "empty arrays": 0 in sizes,
-        f"feature_map={estimate.feature_map} or stabilizer='google'": (
-            estimate.feature_map != features.positive or estimate.google
-        ),
+        "symbolic shapes": any(map(is_symbolic_dim, shapes)),
+        "empty arrays": 0 in shapes,
+        f"feature_map={estimate.feature_map}": estimate.feature_map != features.positive,
+        "stabilizer='google'": estimate.stabilizer == "google",
         "segment_ids": pairs.segments is not None,
-        "exact_window, exact_keys or exact_rows": any(exact),
+        str(exact): any(exact),
         "alibi_slopes or log_decay": pairs.log_decay is not None,
         "initial_state, return_state or axis_name": streams,
         f"query, key and value of dtypes {dtypes}": set(dtypes) not in ({"float32"}, {"bfloat16"}),
@@ -154,7 +177,7 @@ def attention(
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in kinds if kind == AxisType.Auto)
-    if not axes or _sizes.devices() == 1 or x.query.shape[0] % _sizes.devices():
+    if not axes or sizes.devices() == 1 or x.query.shape[0] % sizes.devices():
         return _here(x, ordinary, settings)
     split, whole = jax.P(axes), jax.P()
     run = jax.shard_map(

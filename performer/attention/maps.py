@@ -1,7 +1,6 @@
-"""Features of queries and of keys, as functions, from the values of a call.
+"""Features of queries and of keys, from the values of a call.
 
-Shift, calibration, scale and weights of features are applied here: the sums over keys do not know
-them.
+Calibration, scale and weights of features are applied here: the sums over keys do not know them.
 """
 
 import math
@@ -11,25 +10,27 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax.core import max_dim
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import features
-from performer.attention import state as states
-from performer.attention._checks import Estimate, Tokens, heads_of_keys
-from performer.attention._masks import Pairs
+from performer.attention import masks, refusals
 from performer.attention.calibration import (
+    Calibration,
     fold,
     for_heads,
     log_determinant,
     transform_keys,
     transform_queries,
 )
-from performer.attention.state import Features, Keys, extended
+from performer.attention.state import Features, Keys, extended, heads_first
+from performer.attention.values import Estimate, Pairs, Tokens, state_heads
+from performer.numerics import dot, finite, weighted
 from performer.typing import float32_or_wider
 
 
 class Arguments(NamedTuple):
-    """Arguments after shift and calibration; keys have all heads that have sums of their own."""
+    """Arrays of a call after calibration; keys have all heads that have sums of their own."""
 
     query: Float[Array, "b t n h"]
     keys: Keys
@@ -50,7 +51,7 @@ def arguments(tokens: Tokens, estimate: Estimate, pairs: Pairs) -> Arguments:
     query, key, *per_head = _transformed(query, key, estimate)
     keys = Keys(key, value, pairs.log_weights, pairs.log_decay)
     t, n, k = *query.shape[1:3], key.shape[2]
-    heads = heads_of_keys(n, k, estimate, pairs)
+    heads = state_heads(n, k, estimate, pairs)
     if heads != k:  # (b, s, k, .) -> (b, s, n, .)
         keys = jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), keys)
         per_head = [
@@ -68,42 +69,97 @@ def _transformed(query: Array, key: Array, estimate: Estimate):
     wide = float32_or_wider(key)
     w_key = frequencies.astype(wide)
     given = estimate.query_frequencies
-    own = w_key if given is None else given.astype(wide)
+    w_query = w_key if given is None else given.astype(wide)
     feature_bias = None if estimate.weights is None else _logarithm(estimate.weights.astype(wide))
-    if estimate.itself:
+    if estimate.absolute:
         m, weight = w_key.shape[-2], estimate.feature_map.weight
         even = jnp.full(m, math.log(weight / m), wide)
         feature_bias = even if feature_bias is None else feature_bias + math.log(weight)
     if calibration is None:
-        return query, key, own, w_key, feature_bias
+        return query, key, w_query, w_key, feature_bias
     root = estimate.scale**0.5
     calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
     moved = transform_keys(calibration, key.astype(wide) * root)
     if frequencies.ndim == 3:  # one calibration for each head of the frequencies
         calibration = for_heads(calibration, frequencies.shape[0])
-    w_query, w_key, tilt = fold(calibration, w_key)
-    if given is not None:
-        w_query = fold(calibration, own)[0]
-    if estimate.itself and calibration.scale is not None:
-        # e^{q.k} itself and the half norm need the queries.
+    w_folded, w_key, tilt = fold(calibration, w_key)
+    if estimate.absolute and calibration.scale is not None:
+        # e^{q.k} itself and the half norm need the transformed queries, not their frequencies.
         query = transform_queries(calibration, query)
-        w_query = w_key if given is None else own
-    if estimate.itself and calibration.root is not None and tilt is not None:
+        w_query = w_key if given is None else w_query
+    else:
+        w_query = w_folded if given is None else fold(calibration, w_query)[0]
+    if estimate.absolute and calibration.root is not None and tilt is not None:
         tilt = sum(jnp.broadcast_arrays(tilt, log_determinant(calibration.root)[..., None]))
     both = [x for x in (feature_bias, tilt) if x is not None]
     feature_bias = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
     return query, (moved / root).astype(key.dtype), w_query, w_key, feature_bias
 
 
+def features_of(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k v"],
+    frequencies: Float[Array, "*n m h"],
+    *,
+    mask: ArrayLike | None = None,
+    scale: float | None = None,
+    weights: Float[Array, "*w m"] | None = None,
+    calibration: Calibration | None = None,
+    feature_map: str | features.FeatureMap = "positive",
+) -> tuple[features.Split, features.Split, Float[Array, "n b s v"]]:
+    """Return features of all queries and keys, and the values, for sums other than attention's own.
+
+    Arguments and errors are those of `performer_attention`.
+
+    Returns:
+        Features (n, b, t, m) of queries and (n, b, s, m) of keys, those of masked keys 0, and
+        values in float32 or wider, for each query head. Their products estimate exp(q.k) up to a
+        factor of the query.
+    """
+    refusals.check_arrays(query, key, value, frequencies)
+    refusals.check_words("exact", None, False, mask, calibration)
+    lead, tokens = query.shape[:-3], refusals.with_one_batch_axis(Tokens(query, key, value))
+    given = refusals.positive_scale(scale, query.shape[-1])
+    feature_map = features.get(feature_map)
+    estimate = Estimate(frequencies, None, weights, calibration, feature_map, given)
+    refusals.check_estimate(estimate, tokens)
+    refusals.check_together(
+        refusals.Call(
+            feature_map=feature_map,
+            calibrated=calibration is not None,
+            sampled=calibration is not None and calibration.changes_law,
+        )
+    )
+    exists, dtype = masks.key_mask(mask, None, lead, tokens.key), float32_or_wider(*tokens)
+    pairs = Pairs(masks.log_weights(None, exists, lead, tokens.key, dtype))
+    return _features(tokens, estimate, pairs)
+
+
+@jax.jit
+def _features(tokens: Tokens, estimate: Estimate, pairs: Pairs):
+    x = arguments(tokens, estimate, pairs)
+    query_map, key_map = feature_maps(x, estimate)
+    (b, t, n, h), k = x.query.shape, x.keys.key.shape[2]
+    # (b, t, n, h) -> (k, b, n / k, t, h) -> (n, b, t, m)
+    query = query_map(x.query.reshape(b, t, k, n // k, h).transpose(2, 0, 3, 1, 4))
+    query = jax.tree.map(lambda y: y.swapaxes(1, 2).reshape(n, b, t, -1), query)
+    # (b, s, k, .) -> (k, b, s, .)
+    key, value, log_weights = jax.tree.map(heads_first, x.keys[:3])
+    key = weighted(key_map(key), log_weights)
+    value = value.astype(float32_or_wider(*tokens))
+    return query, *jax.tree.map(lambda y: jnp.repeat(y, n // k, axis=0), (key, value))
+
+
 def feature_maps(x: Arguments, estimate: Estimate) -> tuple[Features, Features]:
     """Features of queries and of keys, as functions of arrays (k, b, ..., h)."""
-    feature_map, keys = estimate.feature_map, x.keys
+    feature_map, keys, is_google = estimate.feature_map, x.keys, estimate.stabilizer == "google"
     # q.k * scale = (q sqrt(scale)).(k sqrt(scale)): the root is in W, rounded once.
     w_query, w_key = ((w * estimate.scale**0.5).astype(x.query.dtype) for w in (x.w_query, x.w_key))
 
     def project(x, frequencies):
         equation = "...h,mh->...m" if frequencies.ndim == 2 else "k...h,kmh->k...m"
-        return states.dot(equation, x, frequencies, x.dtype)
+        return dot(equation, x, frequencies, x.dtype)
 
     def half_norm(x):
         squares = x.astype(float32_or_wider(x)) ** 2
@@ -111,20 +167,20 @@ def feature_maps(x: Arguments, estimate: Estimate) -> tuple[Features, Features]:
 
     def query_map(x):
         projections = project(x, w_query)
-        if estimate.google:
+        if is_google:
             return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
         half = half_norm(x)
-        if feature_map.estimates_softmax and not estimate.itself:  # |q|^2 / 2 cancels
+        if feature_map.estimates_softmax and not estimate.absolute:  # |q|^2 / 2 cancels
             half = jnp.zeros_like(half)
         return feature_map.split(projections, half)
 
     offset = None
-    if estimate.google:
+    if is_google:
         projections = project(keys.key.transpose(2, 0, 1, 3), w_key)  # (k, b, s, m)
         if keys.log_weights is not None:
             absent = jnp.isneginf(keys.log_weights).transpose(2, 0, 1)[..., None]
             projections = jnp.where(absent, -jnp.inf, projections)
-        offset = states.finite(jnp.max(projections, axis=(-1, -2)))
+        offset = finite(jnp.max(projections, axis=(-1, -2)))
 
     def key_map(y):
         projections = project(y, w_key)

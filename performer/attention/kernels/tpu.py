@@ -24,7 +24,7 @@ Bidirectional: if the tokens fit into one block, keys and queries are one kernel
 pass folds the keys again; else each is a kernel that iterates over blocks.
 
 Causal: one kernel, chunk by chunk. Keys before the chunk enter through the state (c, s, z), which
-stays in the core's memory. Keys of the chunk enter pair by pair, stabilised as in `_sweep`: with
+stays in the core's memory. Keys of the chunk enter pair by pair, stabilised as in `sweep`: with
 mu_s the largest exponent of a key and nu_t that of a query,
 
     A = e^{l - mu},   B = e^{y - nu},   K = A^T B,   M_st = mu_s for s <= t, else -inf
@@ -54,11 +54,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from performer.attention._checks import Kernel, Operands
-from performer.attention._maps import Arguments
-from performer.attention._sizes import LANES, ROWS
-from performer.attention._sweep import LAST, LOST, TINY
-from performer.attention.state import finite
+from performer.attention.kernels.which import Kernel, Operands
+from performer.attention.maps import Arguments
+from performer.attention.sizes import LANES, ROWS
+from performer.attention.sweep import LAST, LOST, TINY
+from performer.numerics import finite
 
 Out = jax.ShapeDtypeStruct
 CHUNK = LANES
@@ -407,10 +407,12 @@ class Piece:
 
 
 def pieces(tree, kind: str):
+    """All arrays of a tree as parts of one kind."""
     return jax.tree.map(partial(Piece, kind=kind), tree)
 
 
 def operands(x: Operands) -> Operands:
+    """The operands as parts, each of its kind."""
     kinds = ("tokens", "tokens", "tokens", "weights", "weights", "weights", "tokens")
     return Operands(*(pieces(y, kind) for y, kind in zip(x, kinds, strict=True)))
 

@@ -1,0 +1,382 @@
+"""Exact attention for selected pairs: near keys, first keys, heavy keys, first queries.
+
+All share one normaliser with the estimate sum_j phi_j(q) phi_j(k) of the other pairs: a sparse
+correction of a low-rank estimate (Chen et al. 2021), but of the kernel. The estimate must be the
+kernel here, not up to a factor of the row: the maps include the query's half norm, 1 / m, and the
+determinant of a calibration (`Estimate.absolute`).
+
+Near keys: a sequence is cut into chunks of `exact_window` tokens. A query attends to the keys of
+its own and the previous chunk (and the next, if not causal) by e^{q.k} itself. Far keys enter
+through states, up to two chunks before and from two chunks after (`sweep`). The first keys, which
+attract much attention in trained models (Xiao et al. 2024), may be exact for every query, too.
+
+Heavy keys are those with the largest weights, the sums of columns of the attention matrix. The
+estimate of a weight needs no matrix: with features a of queries and b of keys,
+D_t = sum_j a_j(t) sum_s b_j(s),
+
+    sum_t a(t).b(s) / D_t = sum_j b_j(s) [sum_t a_j(t) / D_t],
+
+a state of the queries with the log-weights -log D_t, which the keys then look up (Chen et al. 2021
+choose pairs by hashing instead).
+
+First and heavy keys leave the features (`first_keys`, `heavy_keys`): their rows (`exact_rows`) are
+combined with those of the other keys.
+"""
+
+from functools import partial
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from performer.attention import decay
+from performer.attention.state import (
+    Features,
+    Keys,
+    State,
+    WindowState,
+    combine,
+    extended,
+    look_up,
+    summarise,
+    take,
+)
+from performer.attention.sweep import Near, softmax_rows, sweep
+from performer.attention.values import Exact, Plan
+from performer.numerics import dot
+from performer.typing import float32_or_wider
+
+Maps = tuple[Features, Features]
+"""Features of queries and of keys."""
+
+
+class Selected(NamedTuple):
+    """Keys whose pairs with all queries are exact."""
+
+    keys: Keys
+    """(b, f, k, .), or (b, t, f, k, .) with keys of each query; with log-weights."""
+    allowed: Bool[Array, "#b #t f"] | None = None
+    """None for all pairs."""
+    fading: Float[Array, "b t f k"] | None = None
+    """Log-decay of the pairs."""
+
+
+def exact_rows(query: Float[Array, "b t k g h"], selected: Selected, scale: float) -> State:
+    """Rows (b, t, k, g) of all queries with the selected keys."""
+    keys, allowed, fading = selected
+    per_query = keys.key.ndim == 5
+    axes = "btskh" if per_query else "bskh"
+    logits = dot(f"btkgh,{axes}->btkgs", query, keys.key, query.dtype) * scale
+    # (b, f, k) -> (b, 1, k, 1, f), or (b, t, f, k) -> (b, t, k, 1, f)
+    log_weights = jnp.swapaxes(cast(Array, keys.log_weights), -1, -2)[..., :, None, :]
+    logits = logits + (log_weights if per_query else log_weights[:, None])
+    if fading is not None:
+        logits = logits + jnp.swapaxes(fading, -1, -2)[..., None, :]  # (b, t, k, 1, f)
+    if allowed is not None:
+        logits = jnp.where(allowed[:, :, None, None], logits, -jnp.inf)
+    return softmax_rows(logits, keys.value, f"btkgs,{axes[:-1]}v->btkgv")
+
+
+def with_exact_queries(
+    rows: State, query: Float[Array, "b t k g h"], keys: Keys, scale: float, r: int
+) -> State:
+    """The rows, the first r of them by softmax over all keys."""
+    exact = exact_rows(query[:, :r], Selected(counted(keys)), scale)
+    return jax.tree.map(lambda x, y: x.at[:, :r].set(y), rows, exact)
+
+
+# Near and first keys
+
+
+def near_and_far(
+    maps: Maps,
+    query: Float[Array, "b t k g h"],
+    keys: Keys,
+    nothing: State,
+    near: tuple[int, float],
+    plan: Plan,
+    segments: Int[Array, "b t"] | None,
+    is_causal: bool,
+) -> State:
+    """Rows (b, t, k, g): near keys exactly, far keys by features.
+
+    Args:
+        maps: features of queries and of keys, which estimate the kernel itself.
+        query: queries after calibration, as many as keys.
+        keys: keys after shift and calibration.
+        nothing: state (k, b, m) of no keys.
+        near: tokens of a chunk, and the scale.
+        plan: size of blocks.
+        segments: numbers of the segments, as runs of equal numbers.
+        is_causal: no query sees later keys.
+    """
+    window, scale = near
+    keys = counted(keys)
+    exact = Near(keys, min(window, query.shape[1]), scale)
+    ends = nothing, None if is_causal else nothing
+    return sweep(maps, query, keys, ends, plan, segments=segments, near=exact)[0]
+
+
+def first_keys(
+    keys: Keys, f: int, segments: Int[Array, "b t"] | None, is_causal: bool
+) -> tuple[Selected, Keys]:
+    """The first f keys, or those of each query's segment; and the other keys."""
+    keys, t = counted(keys), keys.key.shape[1]
+    begin = jnp.zeros((1, 1), jnp.int32) if segments is None else _begins(segments)
+    position = jnp.arange(t, dtype=begin.dtype)[None] - begin
+    fading = None
+    if keys.log_decay is not None:
+        fading = _fading_of_first(keys.log_decay, position, f, is_causal)
+    allowed = _reached(position, f) if is_causal else None
+    if segments is None:
+        first = _cut(extended(keys, 0, max(f - t, 0)), 0, f)
+    else:
+        index = (begin[..., None] + jnp.arange(f)[None, None]).reshape(len(begin), t * f)
+        same = jnp.repeat(segments, f, axis=1) == take(segments, jnp.minimum(index, t - 1))
+        first = _where(same, _taken(keys, index))
+        first = jax.tree.map(lambda x: x.reshape(x.shape[0], t, f, *x.shape[2:]), first)
+    return Selected(first, allowed, fading), _without_first(keys, position, f)
+
+
+def _begins(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
+    """Start of the run of equal numbers that contains a token."""
+    new = segments != jnp.roll(segments, 1, axis=1)
+    return jax.lax.cummax(jnp.where(new, jnp.arange(segments.shape[1]), 0), axis=1)
+
+
+def _without_first(keys: Keys, position: Int[Array, "#b t"], f: int) -> Keys:
+    """Keys without the first f; these fade the others all the same."""
+    return _where(position >= f, keys)._replace(log_decay=keys.log_decay) if f else keys
+
+
+def _reached(position: Int[Array, "#b t"], f: int) -> Bool[Array, "#b t f"]:
+    """Mask of the first keys that a causal query sees."""
+    return jnp.arange(f, dtype=position.dtype)[None, None] <= position[..., None]
+
+
+def _fading_of_first(
+    log_decay: Float[Array, "b t k"], position: Int[Array, "#b t"], f: int, is_causal: bool = True
+) -> Float[Array, "b t f k"]:
+    """Log-decay of the first keys for each query."""
+    log_decay, begins = log_decay[:, :, None], position == 0
+    after = (position[..., None] > jnp.arange(f, dtype=position.dtype)[None, None])[..., None]
+    fading = decay.since_begin(jnp.where(after, log_decay, 0.0), begins)
+    if not is_causal:  # queries before the key, too
+        between = jnp.where(after | begins[..., None, None], 0.0, log_decay)
+        between, ends = (jnp.roll(jnp.flip(x, axis=1), 1, axis=1) for x in (between, begins))
+        between = between.at[:, 0].set(0.0)
+        fading += jnp.flip(decay.since_begin(between, ends), axis=1)
+    return fading
+
+
+# A stream: the buffer of near keys goes from call to call
+
+
+def stream(
+    maps: Maps,
+    query: Float[Array, "b t k g h"],
+    keys: Keys,
+    nothing: State,
+    exact: Exact,
+    scale: float,
+    plan: Plan,
+    state: WindowState | None,
+) -> tuple[State, WindowState]:
+    """Rows (b, t, k, g) after earlier keys, and the state after all; causal.
+
+    The keys of a call stand in a buffer of chunks of w tokens:
+
+        | chunk before | own chunk: filled, then new | new ... | new, not yet full | padding |
+        0              w          w + filled        2 w                             ^ w + filled + t
+
+    `done` tokens of it have left the last two chunks: they enter the state. The last two chunks are
+    `near` of the next call.
+    """
+    state = _empty(counted(keys), nothing, exact) if state is None else state
+    keys, w, f, t = counted(keys), exact.window, exact.first, query.shape[1]
+    if t == 0:
+        shape = (*query.shape[:-1], keys.value.shape[-1])
+        return State(jnp.zeros(shape[:-1]), jnp.zeros(shape[:-1]), jnp.zeros(shape)), state
+    start = state.position[:, None].astype(jnp.arange(0).dtype)  # int64 under x64
+    position = start + jnp.arange(t)[None]
+    filled, chunks = start % w, -(-(w - 1 + t) // w)  # the most chunks that t tokens touch
+    buffer = _buffer(state.near, _without_first(keys, position, f), filled, (chunks + 2) * w)
+    done = (filled + t) // w * w
+    entering = _where(jnp.arange((chunks + 2) * w)[None] < done, buffer)
+    if t == 1:
+        new_chunk = jnp.any(done > 0)
+        rows, far = _one_token(
+            maps, query, (buffer, entering), w, scale, plan, state.far, new_chunk
+        )
+    else:
+        length = (chunks + 1) * w
+        index = jnp.clip(jnp.arange(length)[None] - w - filled, 0, t - 1)
+        near = Near(_cut(buffer, 0, length), w, scale)
+        ends = state.far, None
+        padded = take(query, index)
+        rows, far = sweep(maps, padded, _cut(entering, 0, length), ends, plan, near=near)
+        rows = State(*(take(x, w + filled + jnp.arange(t)[None]) for x in rows))
+    first = state.first
+    if f:
+        selected, first = _first_of_stream(state, keys, buffer, entering, position, filled, f)
+        rows = combine(rows, exact_rows(query, selected, scale))
+    near = _taken(buffer, done + jnp.arange(2 * w)[None])
+    return rows, WindowState(far, near, first, state.position + t)
+
+
+def _buffer(near: Keys, new: Keys, filled: Int[Array, "b 1"], length: int) -> Keys:
+    """The buffer (b, length, k, .): near keys of the state, the new ones where they end."""
+    joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), near, new)
+    w, index = near.key.shape[1] // 2, jnp.arange(length)[None]
+    return _taken(joined, jnp.where(index < w + filled, index, index + w - filled))
+
+
+def _one_token(
+    maps: Maps,
+    query: Float[Array, "b 1 k g h"],
+    buffers: tuple[Keys, Keys],
+    w: int,
+    scale: float,
+    plan: Plan,
+    far: State,
+    new_chunk: Bool[Array, ""],
+) -> tuple[State, State]:
+    """The rows of one token, and the state of the far keys after it.
+
+    The state fades over a full chunk even if none of its keys exists.
+    """
+    near, entering = _cut(buffers[0], 0, 2 * w), _cut(buffers[1], 0, w)
+
+    def with_chunk(far):
+        far = decay.faded(far, decay.total(entering))
+        return summarise(maps[1], decay.as_seen(entering, "until"), far, plan.block)
+
+    seen = decay.faded(far, decay.total(near))
+    rows = look_up(maps[0], query, seen, far.normaliser.dtype, plan.block)
+    rows = combine(rows, exact_rows(query, Selected(decay.as_seen(near, "until")), scale))
+    return rows, jax.lax.cond(new_chunk, with_chunk, lambda far: far, far)
+
+
+def _first_of_stream(
+    state: WindowState, keys: Keys, buffer: Keys, entering: Keys, position, filled, f: int
+) -> tuple[Selected, Keys]:
+    """The first keys as these queries see them, and as the next state has them.
+
+    Their log-decay in a state is that up to the keys that entered its far part.
+    """
+    first, fading = _either(state.first, _taken(keys, jnp.arange(f)[None] - position[:, :1])), None
+    if (elapsed := state.first.log_decay) is not None:
+        w, t, length = state.near.key.shape[1] // 2, position.shape[1], buffer.key.shape[1]
+        places = position[:, :1] - w - filled + jnp.arange(length)[None]
+        per_token, gone = (
+            _fading_of_first(cast(Array, x.log_decay), places, f) for x in (buffer, entering)
+        )
+        fading = elapsed[:, None] + take(per_token, w + filled + jnp.arange(t)[None])
+        first = first._replace(log_decay=elapsed + gone[:, -1])
+    return Selected(first, _reached(position, f), fading), first
+
+
+def _empty(keys: Keys, nothing: State, exact: Exact) -> WindowState:
+    """The state before any key."""
+    none, (b, s) = _where(False, keys), keys.key.shape[:2]
+    near, first = (
+        _cut(extended(none, 0, length), s, length) for length in (2 * exact.window, exact.first)
+    )
+    return WindowState(nothing, near, first, jnp.zeros((b,), jnp.int32))
+
+
+def _either(left: Keys, right: Keys) -> Keys:
+    """The left keys where they exist, else the right ones."""
+    exists = ~jnp.isneginf(cast(Array, left.log_weights))
+
+    def choose(x, y):
+        return jnp.where(exists if x.ndim == 3 else exists[..., None], x, y)
+
+    return jax.tree.map(choose, left, right)
+
+
+# Heavy keys
+
+
+def heavy_keys(
+    maps: Maps,
+    query: Float[Array, "b t k g h"],
+    keys: Keys,
+    nothing: State,
+    f: int,
+    plan: Plan,
+) -> tuple[Selected, Keys]:
+    """The f keys (b, f, k, .) of each head with the largest estimated weights, and the others.
+
+    The others have the log-weight -inf in their places. `maps` get no gradients.
+    """
+    keys = counted(keys)
+    weights = _log_weights_of_keys(maps, *jax.lax.stop_gradient((query, keys, nothing)), plan)
+    largest = jax.lax.top_k(jnp.swapaxes(weights, 1, 2), min(f, weights.shape[1]))[1]
+    index = jnp.swapaxes(largest, 1, 2)  # (b, f, k)
+
+    def chosen(x):
+        return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 3)), axis=1)
+
+    position = jnp.arange(weights.shape[1], dtype=index.dtype)
+    # (b, s, f, k) -> (b, s, k)
+    out = jnp.any(position[None, :, None, None] == index[:, None], axis=2)
+    log_weights = jnp.where(out, -jnp.inf, cast(Array, keys.log_weights))
+    return Selected(jax.tree.map(chosen, keys)), keys._replace(log_weights=log_weights)
+
+
+def _log_weights_of_keys(
+    maps: Maps, query: Array, keys: Keys, nothing: State, plan: Plan
+) -> Float[Array, "b s k"]:
+    """Logarithms of the estimated weights of keys; -inf for a key that does not exist."""
+    query_map, key_map = maps
+    b, t, k, g, h = query.shape
+    nothing = State(*nothing[:2], nothing.numerator[..., :0])
+    # The query heads of a key head as further queries: (b, t, k, g, h) -> (b, t g, k, h)
+    query = query.transpose(0, 1, 3, 2, 4).reshape(b, t * g, k, h)
+
+    def summary(features, x, log_weights):
+        return summarise(features, Keys(x, x[..., :0], log_weights), nothing, plan.block)
+
+    def log_sums(features, x, state):  # log sum_j phi_j(x) s_j e^{c_j}
+        rows = look_up(features, x[:, :, :, None], state, state.normaliser.dtype, plan.block)
+        positive = rows.normaliser > 0  # features with signs may have others
+        logarithm = jnp.log(jnp.where(positive, rows.normaliser, 1.0)) + rows.maximum
+        return jnp.where(positive, logarithm, -jnp.inf)[..., 0]
+
+    rows = log_sums(query_map, query, summary(key_map, keys.key, keys.log_weights))
+    columns = summary(query_map, query, jnp.where(jnp.isneginf(rows), rows, -rows))
+    return log_sums(key_map, keys.key, columns) + cast(Array, keys.log_weights)
+
+
+# Keys
+
+
+def counted(keys: Keys) -> Keys:
+    """Keys with log-weights (b, s, k)."""
+    log_weights = jnp.zeros((), float32_or_wider(keys.key))
+    if keys.log_weights is not None:
+        log_weights = keys.log_weights
+    return keys._replace(log_weights=jnp.broadcast_to(log_weights, keys.key.shape[:3]))
+
+
+def _taken(keys: Keys, index: Int[Array, "b i"]) -> Keys:
+    """The keys at these positions; no key outside the sequence."""
+    last = keys.key.shape[1] - 1
+    index = jnp.broadcast_to(index, (keys.key.shape[0], index.shape[-1]))
+    taken = jax.tree.map(partial(take, index=jnp.clip(index, 0, last)), keys)
+    return _where((index >= 0) & (index <= last), taken)
+
+
+def _where(exists: Bool[Array, "#b s"] | bool, keys: Keys) -> Keys:
+    exists = jnp.broadcast_to(jnp.asarray(exists), keys.key.shape[:2])[..., None]
+    log_weights, log_decay = cast(Array, keys.log_weights), keys.log_decay
+    return keys._replace(
+        log_weights=jnp.where(exists, log_weights, -jnp.inf),
+        log_decay=None if log_decay is None else jnp.where(exists, log_decay, 0.0),
+    )
+
+
+def _cut(tree, start: int, length: int):
+    return jax.tree.map(lambda x: x[:, start : start + length], tree)

@@ -1,0 +1,72 @@
+"""Products and exponentials of stated precision, shared by attention and graphs.
+
+Features are split as phi = factor * exp(exponent), see `features.FeatureMap`. The exponent is
+(..., t, m), or (..., t, 1) if all features of a token share it; a factor of None is 1.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from performer.features import Split
+from performer.typing import float32_or_wider
+
+BFLOAT16 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+
+
+def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
+    """Return a product of operands in `dtype`, summed in float32 (float64 for float64 operands).
+
+    The algorithm rounds operands to bfloat16 within the product: gradients stay float32 until they
+    are operands themselves.
+    """
+    wide = float32_or_wider(left, right)
+    if dtype != jnp.bfloat16:
+        left, right = left.astype(dtype), right.astype(dtype)
+        wide, precision = float32_or_wider(left), "highest"
+    else:
+        precision = BFLOAT16
+        if left.dtype != right.dtype:
+            left, right = left.astype(wide), right.astype(wide)
+    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)
+
+
+def operand_dtype(value: Array) -> jnp.dtype:
+    """Return the dtype of large products: bfloat16 for bfloat16 values, else float32 or wider.
+
+    The range of float16 is too small for sums over keys.
+    """
+    return value.dtype if value.dtype == jnp.bfloat16 else float32_or_wider(value)
+
+
+def rounded(x: Array) -> Array:
+    """Return x rounded to bfloat16; linear, so that its transpose rounds gradients."""
+    return jax.lax.reduce_precision(x, 8, 7)
+
+
+def finite(maximum: Array) -> Array:
+    """Return maxima to subtract: 0 instead of -inf, so that e^-inf = 0 remains."""
+    return jnp.where(jnp.isneginf(maximum), 0.0, maximum)
+
+
+def exponentials(split: Split, maximum: Array) -> Array:
+    """Return phi e^{-maximum}, the maximum broadcast against (..., t, m)."""
+    exponent, factor = split
+    values = jnp.exp(exponent - finite(maximum))
+    return values if factor is None else values * factor
+
+
+def weighted(split: Split, log_weights: Float[Array, "..."] | None) -> Split:
+    """Return features of keys (..., s, m) that count e^{log_weights} times, (..., s)."""
+    if log_weights is None:
+        return split
+    exponent, factor = split
+    missing = range(exponent.ndim - 1 - log_weights.ndim)
+    log_weights = jnp.expand_dims(log_weights, (*missing, -1))
+    # The sum alone is nan without a key, if the exponent has overflowed.
+    return jnp.where(jnp.isneginf(log_weights), -jnp.inf, exponent + log_weights), factor
+
+
+def normalised(numerator: Array, denominator: Array) -> Array:
+    """Return numerator / denominator; 0 for a query without keys."""
+    return numerator * (1 / jnp.where(denominator == 0, 1.0, denominator))[..., None]
