@@ -4,14 +4,19 @@ Features are split as phi = factor * exp(exponent), see `features.FeatureMap`. T
 (..., t, m), or (..., t, 1) if all features of a token share it; a factor of None is 1.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
 from performer.features import Split
 from performer.typing import float32_or_wider
 
 BFLOAT16 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+TINY = 2**12
+"""Largest product of the sizes of two operands that are multiplied in float32 instead."""
 
 
 def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
@@ -21,6 +26,8 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
     are operands themselves.
     """
     wide = float32_or_wider(left, right)
+    if dtype == jnp.bfloat16 and _is_tiny(left, right):
+        dtype = wide
     if dtype != jnp.bfloat16:
         left, right = left.astype(dtype), right.astype(dtype)
         wide, precision = float32_or_wider(left), "highest"
@@ -29,6 +36,12 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
         if left.dtype != right.dtype:
             left, right = left.astype(wide), right.astype(wide)
     return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)
+
+
+def _is_tiny(left: Array, right: Array) -> bool:
+    """True for products that cost nothing: XLA on CPU has none of single bfloat16 numbers."""
+    sizes = (*left.shape, *right.shape)
+    return not any(map(is_symbolic_dim, sizes)) and math.prod(sizes) <= TINY
 
 
 def operand_dtype(value: Array) -> jnp.dtype:

@@ -95,3 +95,12 @@ def test_random_queries(mean):
     tokens[2] += mean * rng.standard_normal((2, 64))
     ours, exact = errors(*tokens[:3], rng.standard_normal((2, 128, 64)), tokens[3])
     assert max(ours) < (1.5 if mean == 0 else 1.0) * max(exact)
+
+
+@pytest.mark.parametrize("options", [dict(exact_keys=1, exact_rows=1), dict(exact_window=16)])
+def test_single_numbers(options):
+    """One token, head and feature: XLA on CPU has no bfloat16 product of single numbers."""
+    one = jnp.ones((1, 1, 1, 1), jnp.bfloat16)
+    output, pull = jax.vjp(lambda *x: performer_attention(*x, one[0, 0], **options), one, one, one)
+    np.testing.assert_array_equal(output, 1)
+    np.testing.assert_array_equal(pull(output)[2], 1)

@@ -71,9 +71,8 @@ def of_analysis():
         (call(measured, mask=jnp.arange(2)[:, None, None, None]), "1 batch entries have no key"),
         (call(calibrated, method="fulll"), "unknown calibration 'fulll'; did you mean 'full'"),
         (call(calibrated, method="shift+tilt+proposal"), "use one of tilt, traceless, proposal"),
-        (call(attend, calibration=fitted, shift=ones(4)), "has its own shift"),
         (call(attend, calibration=fitted._replace(mean=ones(4)), stabilizer="google"), "='exact'"),
-        (call(attend, calibration=fitted._replace(mean=ones(4)), feature_map="hyperbolic"), "need"),
+        (call(attend, calibration=fitted._replace(mean=ones(4)), feature_map="hyperbolic"), "requires"),
         (call(attend, calibration=fitted._replace(shift=ones(3, 4))), r"calibration.shift has sha"),
     ]
 
@@ -88,6 +87,14 @@ def of_couplings():
     return [
         (call(couplings.get, "orff"), "did you mean 'orf'.* Choices: iid, orf, simrf, pnc, pm"),
         (call(raw(couplings.get), 3), "must be a name or a function .* got 3"),
+        (
+            call(couplings.get, "orthogonal"),
+            "'orthogonal' is a part of couplings, as in 'orf' or 'or",
+        ),
+        (
+            call(raw(couplings.Blocks.__call__), couplings.get("pm"), 0, 8, 4),
+            "write jax.random.key",
+        ),
         (call(couplings.get, "iid*pairwise"), r"directions in .* 'iid\*pairwise': 'iid'.*indep"),
         (call(couplings.get, "simplex*pm"), "unknown norms .* 'pm'; .*Choices: independent, pa"),
         (call(orf, 0, 4), "got 0"),
@@ -221,9 +228,12 @@ def of_layers():
     function, (arguments, *_) = zoo.plain()
     linearized = call(performer.linearize, function)
     return [
-        (call(heads(layer(exact_window=2)), token, sequence), "exact_window=2 needs one key for"),
+        (call(heads(layer(exact_window=2)), token, sequence), "exact_window=2 requires one key f"),
         (call(heads(layer(exact_window=-1)), sequence), "exact_window=-1 must not be negative"),
-        (call(heads(layer(alibi_slopes=slopes)), token, sequence), "need one key for each query"),
+        (
+            call(heads(layer(alibi_slopes=slopes)), token, sequence),
+            "requires one key for each query",
+        ),
         (call(layer, redraw_every=-1), "redraw_every must not be negative, got -1"),
         (call(heads(), sequence, mask=jnp.tril(ones(1, 1, 5, 5))), "masks over keys only"),
         (call(heads(), token, sequence, is_causal=True), "when decoding leave is_causal out"),
@@ -246,7 +256,7 @@ def of_layers():
         (call(linearized, arguments[1]), r"must be a list of batches.* of shape \(.*pass \[x\]"),
         (call(linearized, []), "no batches|at least one batch"),
         (call(linearized, [arguments], keep=-1), "keep must not be negative, got -1"),
-        (call(linearized, [arguments], exact_first=1), "first keys go with an exact_window"),
+        (call(linearized, [arguments], exact_first=1), "exact_first=1 requires exact_window"),
         (call(linearized, [arguments], where=lambda name: False), "not chosen by where"),
     ]
 

@@ -16,6 +16,7 @@ Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ class Blocks(Value):
 
     def __call__(self, key: Key, m: int, d: int) -> Frequencies:
         """Draw the frequencies (m, d), by one compiled program outside of `jax.jit` too."""
-        return _draw_blocks(self, key, *_sizes(m, d))
+        return _draw_blocks(self, *_checked(key, m, d))
 
     @property
     def common_lengths(self) -> bool | None:
@@ -81,9 +82,11 @@ def _draw_blocks(coupling: Blocks, key: Key, m: int, d: int) -> Frequencies:
         return jax.vmap(block)(keys).reshape(-1, d)[:m]
 
 
-def _sizes(m, d) -> tuple[int, int]:
+def _checked(key, m, d) -> tuple[Key, int, int]:
+    if isinstance(key, int):
+        raise ValueError(f"the key is the integer {key}: write jax.random.key({key})")
     m = positive_integer("m (the number of features)", m)
-    return m, positive_integer("d (the dimension)", d)
+    return key, m, positive_integer("d (the dimension)", d)
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,7 +100,7 @@ class Padded(Value):
 
     def __call__(self, key: Key, m: int, d: int) -> Frequencies:
         """Draw the frequencies (m, d)."""
-        m, d = _sizes(m, d)
+        key, m, d = _checked(key, m, d)
         return self.coupling(key, m, hadamard.next_power_of_two(d))[:, :d]
 
     @property
@@ -114,7 +117,7 @@ class Antithetic(Value):
 
     def __call__(self, key: Key, m: int, d: int) -> Frequencies:
         """Draw the frequencies (m, d)."""
-        m, d = _sizes(m, d)
+        key, m, d = _checked(key, m, d)
         if m % 2:
             raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
         half = self.coupling(key, m // 2, d)
@@ -140,7 +143,8 @@ class Halton(Value):
 
     def __call__(self, key: Key, m: int, d: int) -> Frequencies:
         """Draw the frequencies (m, d)."""
-        return _shifted_normal(key, jnp.asarray(_halton_points(*_sizes(m, d), self.scramble)))
+        key, m, d = _checked(key, m, d)
+        return _shifted_normal(key, jnp.asarray(_halton_points(m, d, self.scramble)))
 
     common_lengths = False
 
@@ -194,9 +198,32 @@ DEFAULT = "pm-antithetic"
 As drawn it has the lowest attention error of the unbiased couplings; with full calibration it is no
 worse than "orf-antithetic" (docs, "Results")."""
 _ANTITHETIC = "-antithetic"
+Name = Literal[
+    "iid",
+    "orf",
+    "simrf",
+    "pnc",
+    "pm",
+    "simrf+",
+    "sorf",
+    "fast-simrf",
+    "halton",
+    "fixed",
+    "iid-antithetic",
+    "orf-antithetic",
+    "simrf-antithetic",
+    "pnc-antithetic",
+    "pm-antithetic",
+    "simrf+-antithetic",
+    "sorf-antithetic",
+    "fast-simrf-antithetic",
+    "halton-antithetic",
+    "fixed-antithetic",
+]
+"""`names()`, which editors complete."""
 
 
-def get(coupling: str | Coupling) -> Coupling:
+def get(coupling: Name | str | Coupling) -> Coupling:
     """Return the coupling of that name; a coupling is returned as it is.
 
     A name is a row of `COUPLINGS`, or "<directions>*<norms>" with rows of `DIRECTIONS` and `NORMS`;
@@ -225,6 +252,12 @@ def get(coupling: str | Coupling) -> Coupling:
 def _base(base: str, name: str) -> Coupling:
     if base in COUPLINGS:
         return COUPLINGS[base]
+    if base in DIRECTIONS or base in NORMS:  # a part of a coupling
+        part = DIRECTIONS.get(base, NORMS.get(base))
+        pair = f"{base}*independent" if base in DIRECTIONS else f"orthogonal*{base}"
+        blocks = {x: c for x, c in COUPLINGS.items() if isinstance(c, Blocks)}
+        whole = next((x for x, c in blocks.items() if part in (c.directions, c.norms)), pair)
+        raise ValueError(f"{name!r} is a part of couplings, as in {whole!r} or {pair!r}: write one")
     if base.count("*") != 1:
         shown = ", ".join(COUPLINGS) + ", or <directions>*<norms>"
         shown += f", each also with {_ANTITHETIC!r} appended"
