@@ -79,8 +79,8 @@ def test_a_layer_is_the_op_on_its_queries_and_keys(options):
 @pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 def test_a_window(is_causal):
     """By the op; the errors of the report are those with it, and it decodes with a cache."""
-    model, window = Model(), dict(exact_window=2, exact_first=1, exact_rows=1)
-    window |= {} if is_causal else dict(exact_keys=2)
+    model, window = Model(), dict(exact_window=2, exact_first=1)
+    window |= {} if is_causal else dict(exact_keys=2, exact_rows=1)
     batches = [{"x": x, "is_causal": is_causal} for x in BATCHES]
     measured = measure(model, batches)
     plain, new = (

@@ -72,7 +72,10 @@ def of_analysis():
         (call(calibrated, method="fulll"), "unknown calibration 'fulll'; did you mean 'full'"),
         (call(calibrated, method="shift+tilt+proposal"), "use one of tilt, traceless, proposal"),
         (call(attend, calibration=fitted._replace(mean=ones(4)), stabilizer="google"), "='exact'"),
-        (call(attend, calibration=fitted._replace(mean=ones(4)), feature_map="hyperbolic"), "requires"),
+        (
+            call(attend, calibration=fitted._replace(mean=ones(4)), feature_map="hyperbolic"),
+            "requires",
+        ),
         (call(attend, calibration=fitted._replace(shift=ones(3, 4))), r"calibration.shift has sha"),
     ]
 

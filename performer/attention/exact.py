@@ -36,6 +36,7 @@ from performer.attention.state import (
     Keys,
     State,
     WindowState,
+    by_block,
     combine,
     extended,
     look_up,
@@ -78,44 +79,7 @@ def exact_rows(query: Float[Array, "b t k g h"], selected: Selected, scale: floa
     return softmax_rows(logits, keys.value, f"btkgs,{axes[:-1]}v->btkgv")
 
 
-def with_exact_queries(
-    rows: State, query: Float[Array, "b t k g h"], keys: Keys, scale: float, r: int
-) -> State:
-    """The rows, the first r of them by softmax over all keys."""
-    exact = exact_rows(query[:, :r], Selected(counted(keys)), scale)
-    return jax.tree.map(lambda x, y: x.at[:, :r].set(y), rows, exact)
-
-
-# Near and first keys
-
-
-def near_and_far(
-    maps: Maps,
-    query: Float[Array, "b t k g h"],
-    keys: Keys,
-    nothing: State,
-    near: tuple[int, float],
-    plan: Plan,
-    segments: Int[Array, "b t"] | None,
-    is_causal: bool,
-) -> State:
-    """Rows (b, t, k, g): near keys exactly, far keys by features.
-
-    Args:
-        maps: features of queries and of keys, which estimate the kernel itself.
-        query: queries after calibration, as many as keys.
-        keys: keys after shift and calibration.
-        nothing: state (k, b, m) of no keys.
-        near: tokens of a chunk, and the scale.
-        plan: size of blocks.
-        segments: numbers of the segments, as runs of equal numbers.
-        is_causal: no query sees later keys.
-    """
-    window, scale = near
-    keys = counted(keys)
-    exact = Near(keys, min(window, query.shape[1]), scale)
-    ends = nothing, None if is_causal else nothing
-    return sweep(maps, query, keys, ends, plan, segments=segments, near=exact)[0]
+# First keys
 
 
 def first_keys(
@@ -253,7 +217,7 @@ def _one_token(
         return summarise(maps[1], decay.as_seen(entering, "until"), far, plan.block)
 
     seen = decay.faded(far, decay.total(near))
-    rows = look_up(maps[0], query, seen, far.normaliser.dtype, plan.block)
+    rows = look_up(maps[0], query, seen, far.normaliser.dtype)
     rows = combine(rows, exact_rows(query, Selected(decay.as_seen(near, "until")), scale))
     return rows, jax.lax.cond(new_chunk, with_chunk, lambda far: far, far)
 
@@ -340,10 +304,13 @@ def _log_weights_of_keys(
         return summarise(features, Keys(x, x[..., :0], log_weights), nothing, plan.block)
 
     def log_sums(features, x, state):  # log sum_j phi_j(x) s_j e^{c_j}
-        rows = look_up(features, x[:, :, :, None], state, state.normaliser.dtype, plan.block)
-        positive = rows.normaliser > 0  # features with signs may have others
-        logarithm = jnp.log(jnp.where(positive, rows.normaliser, 1.0)) + rows.maximum
-        return jnp.where(positive, logarithm, -jnp.inf)[..., 0]
+        def of_block(x):
+            rows = look_up(features, x, state, state.normaliser.dtype)
+            positive = rows.normaliser > 0  # features with signs may have others
+            logarithm = jnp.log(jnp.where(positive, rows.normaliser, 1.0)) + rows.maximum
+            return jnp.where(positive, logarithm, -jnp.inf)[..., 0]
+
+        return by_block(of_block, x[:, :, :, None], plan.block)
 
     rows = log_sums(query_map, query, summary(key_map, keys.key, keys.log_weights))
     columns = summary(query_map, query, jnp.where(jnp.isneginf(rows), rows, -rows))

@@ -20,20 +20,23 @@ from performer.attention import decay, masks, refusals, sizes
 from performer.attention import state as states
 from performer.attention.calibration import Calibration
 from performer.attention.exact import (
+    Maps,
+    Selected,
+    counted,
     exact_rows,
     first_keys,
     heavy_keys,
-    near_and_far,
     stream,
-    with_exact_queries,
 )
 from performer.attention.kernels import which
 from performer.attention.maps import Arguments, arguments, feature_maps
 from performer.attention.parallel import earlier_devices, over_devices
 from performer.attention.state import (
+    Features,
     Keys,
     State,
     WindowState,
+    by_block,
     combine,
     extended,
     look_up,
@@ -42,7 +45,7 @@ from performer.attention.state import (
     summarise,
     take,
 )
-from performer.attention.sweep import sweep
+from performer.attention.sweep import Near, sweep
 from performer.attention.values import Estimate, Exact, Pairs, Plan, Tokens
 from performer.features import FeatureMap
 from performer.numerics import operand_dtype
@@ -402,8 +405,9 @@ def _attend(
     keys = x.keys if s else extended(x.keys, 0, 1)
     x = x._replace(keys=keys)
     query, is_causal = x.query.reshape(b, t, k, n // k, h), pairs.is_causal
-    maps = feature_maps(x, estimate)
+    maps, dtype = feature_maps(x, estimate), operand_dtype(keys.value)
     nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.w_query, x.w_key)
+    streams = state is not None or plan.return_state
     order = segments = None
     if pairs.segments is not None and s and t:
         order, query, keys, segments = _sorted(query, keys, pairs.segments)
@@ -412,57 +416,79 @@ def _attend(
         fixed = feature_maps(jax.lax.stop_gradient(x), estimate)
         heavy, keys = heavy_keys(fixed, query, keys, nothing, exact.keys, plan)
         selected.append(heavy)
-    if exact.window and (state is not None or plan.return_state):
-        assert not isinstance(state, State)
-        rows, state = stream(maps, query, keys, nothing, exact, scale, plan, state)
-    elif exact.window and t:
-        if exact.first:
-            first, keys = first_keys(keys, exact.first, segments, is_causal)
-            selected.append(first)
-        near = exact.window, scale
-        rows = near_and_far(maps, query, keys, nothing, near, plan, segments, is_causal)
+    if exact.first and t and not streams:  # a stream has them in its state
+        first, keys = first_keys(keys, exact.first, segments, is_causal)
+        selected.append(first)
+
+    def divided(query: Float[Array, "b t k g h"], rows: State) -> Float[Array, "b t k g v"]:
+        for some in selected:
+            rows = combine(rows, exact_rows(query, some, scale))
+        return ratio(rows, dtype).astype(dtype)
+
+    later_keys = not is_causal and keys.log_decay is not None
+    if (exact.window and streams) or (
+        t and (exact.window or segments is not None or later_keys or (is_causal and t != 1))
+    ):
+        ends = nothing, None if is_causal else nothing
+        given = query, keys, state, ends, exact, scale, segments
+        rows, state = _chunk_by_chunk(maps, *given, plan, streams)
+        output = divided(query, rows)
     else:
         assert not isinstance(state, WindowState)
         state = nothing if state is None else state
-        rows, state = _by_features(maps, query, keys, (state, nothing), plan, segments, is_causal)
-    for some in selected:
-        rows = combine(rows, exact_rows(query, some, scale))
-    if exact.rows:
-        rows = with_exact_queries(rows, query, x.keys, scale, exact.rows)
-    output = ratio(rows, operand_dtype(keys.value))
+        state = _with_all_keys(maps[1], keys, state, nothing, plan, is_causal)
+        rows_of = partial(look_up, maps[0], state=state, dtype=dtype)
+        output = by_block(lambda query: divided(query, rows_of(query)), query, plan.block)
     if order is not None:
         output = take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
+    if r := exact.rows:
+        rows = exact_rows(query[:, :r], Selected(counted(x.keys)), scale)
+        output = output.at[:, :r].set(ratio(rows, dtype).astype(dtype))
     return output.reshape(b, t, n, v), state
 
 
-def _by_features(
-    maps,
+def _chunk_by_chunk(
+    maps: Maps,
     query: Float[Array, "b t k g h"],
     keys: Keys,
-    before: tuple[State, State],
-    plan: Plan,
+    state: State | WindowState | None,
+    ends: tuple[State, State | None],
+    exact: Exact,
+    scale: float,
     segments: Array | None,
-    is_causal: bool,
-) -> tuple[State, State]:
-    """Rows (b, t, k, g) with the keys by their features alone, and the state after all keys.
+    plan: Plan,
+    streams: bool,
+) -> tuple[State, State | WindowState]:
+    """Rows (b, t, k, g) of attention that depends on positions, and the state after all keys.
 
-    `before` is the state of earlier keys, and that of none.
+    `ends` are states of no keys before and after the sequence; causal: None after it.
     """
-    (state, nothing), t, name = before, query.shape[1], plan.axis_name
-    if name is not None and is_causal:
-        shard = summarise(maps[1], keys, nothing, plan.block)
-        state = combine(state, earlier_devices(shard, name))
-    two_sided = not is_causal and (segments is not None or keys.log_decay is not None)
-    if t and (two_sided or (is_causal and t != 1) or segments is not None):
-        ends = state, nothing if two_sided else None
-        return sweep(maps, query, keys, ends, plan, segments=segments)
-    if name is not None and not is_causal:
-        shard = summarise(maps[1], keys, nothing, plan.block)
-        state = combine(state, over_devices(shard, name))
-    else:
-        state = decay.faded(state, decay.total(keys))  # at most one token has a decay
-        state = summarise(maps[1], keys, state, plan.block)
-    return look_up(maps[0], query, state, operand_dtype(keys.value), plan.block), state
+    if exact.window and streams:
+        assert not isinstance(state, State)
+        return stream(maps, query, keys, ends[0], exact, scale, plan, state)
+    near = None
+    if exact.window:
+        keys = counted(keys)
+        near = Near(keys, min(exact.window, query.shape[1]), scale)
+    assert not isinstance(state, WindowState)
+    before = ends[0] if state is None else state
+    if plan.axis_name is not None:  # causal
+        shard = summarise(maps[1], keys, ends[0], plan.block)
+        before = combine(before, earlier_devices(shard, plan.axis_name))
+    return sweep(maps, query, keys, (before, ends[1]), plan, segments=segments, near=near)
+
+
+def _with_all_keys(
+    key_map: Features, keys: Keys, state: State, nothing: State, plan: Plan, is_causal: bool
+) -> State:
+    """The state of the earlier keys and of these, those of all devices if they are split."""
+    if plan.axis_name is None:
+        state = decay.faded(state, decay.total(keys))  # decay has at most one token here
+        return summarise(key_map, keys, state, plan.block)
+    shard = summarise(key_map, keys, nothing, plan.block)
+    if is_causal:  # one token on each device
+        return combine(shard, earlier_devices(shard, plan.axis_name))
+    return combine(state, over_devices(shard, plan.axis_name))
 
 
 def _sorted(query, keys: Keys, segments):

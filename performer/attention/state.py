@@ -2,6 +2,7 @@
 
     summarise   keys -> state           every feature attends over the keys
     look_up     queries, state -> rows  every query attends over the features
+    by_block    a function of queries, block by block
     combine     the state of the keys of two states; also the rows of two sets of keys
     ratio       rows -> output: the only division
 
@@ -199,46 +200,43 @@ def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> Sta
 
 
 def look_up(
-    query_map: Features,
-    query: Float[Array, "b t k g h"],
-    state: State,
-    dtype: jnp.dtype,
-    block: Size,
+    query_map: Features, query: Float[Array, "b t k g h"], state: State, dtype: jnp.dtype
 ) -> State:
-    """Return the rows (b, t, k, g) of all queries over the features of a state (k, b, m).
+    """Return the rows (b, t, k, g) of queries over the features of a state (k, b, m).
 
-    `block` queries at a time; the g query heads of a key head share its state. `dtype` is that of
-    the operands of large products.
+    The g query heads of a key head share its state. `dtype` is that of the operands of large
+    products.
     """
-    (b, t, k, g, h), (count, length) = query.shape, blocks(query.shape[1], block)
-
-    @partial(jax.checkpoint, prevent_cse=count == 1)
-    def rows_of_block(query, state):
-        # (b, length, k, g, h) -> (k, b, length g, h): the query heads of a key head are rows
-        split = query_map(heads_first(query).reshape(k, b, length * g, h))
-        rows = _rows(jax.tree.map(flat, split), state, dtype)
-        # (k b, length g, ...) -> (b, length, k, g, ...)
-        apart = [x.reshape(k, b, length, g, *x.shape[len(rows.maximum.shape) :]) for x in rows]
-        return State(*(x.transpose(1, 2, 0, 3, *range(4, x.ndim)) for x in apart))
-
-    state, queries = jax.tree.map(flat, state), in_blocks(query, count, length)
-    if count == 1:
-        rows = rows_of_block(queries[0], state)
-        return jax.tree.map(lambda x: x[:, :t], rows)
-    rows = jax.lax.map(lambda x: rows_of_block(x, state), queries)
-    # (count, b, length, ...) -> (b, count length, ...)
-    rows = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), rows)
-    return jax.tree.map(lambda x: x.reshape(b, count * length, *x.shape[3:])[:, :t], rows)
-
-
-def _rows(split: Split, state: State, dtype: jnp.dtype) -> State:
-    """Rows of queries with features (..., t, m): sum_j a_j s_j and sum_j a_j z_j."""
-    exponent, factor = split
-    exponent = exponent + state.maximum[..., None, :]
+    b, t, k, g, h = query.shape
+    # (b, t, k, g, h) -> (k, b, t g, h): the query heads of a key head are rows
+    split = query_map(heads_first(query).reshape(k, b, t * g, h))
+    (exponent, factor), (c, s, z) = jax.tree.map(flat, (split, tuple(state)))
+    exponent = exponent + c[..., None, :]
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
     weights = exponentials((exponent, factor), maximum)
-    sums = _over_features(weights, state.normaliser, state.numerator, dtype)
-    return State(maximum[..., 0], *sums)
+    rows = maximum[..., 0], *_over_features(weights, s, z, dtype)
+    # (k b, t g, ...) -> (b, t, k, g, ...)
+    apart = (x.reshape(k, b, t, g, *x.shape[rows[0].ndim :]) for x in rows)
+    return State(*(x.transpose(1, 2, 0, 3, *range(4, x.ndim)) for x in apart))
+
+
+def by_block(
+    attend: Callable[[Array], Array], query: Float[Array, "b t k g h"], block: Size
+) -> Float[Array, "b t ..."]:
+    """Apply `attend`, (b, length, k, g, h) -> (b, length, ...), to `block` queries at a time.
+
+    The backward pass computes each block again.
+    """
+    (b, t, *_), (count, length) = query.shape, blocks(query.shape[1], block)
+    attend, queries = (
+        jax.checkpoint(attend, prevent_cse=count == 1),
+        in_blocks(query, count, length),
+    )
+    if count == 1:
+        return attend(queries[0])[:, :t]
+    # (count, b, length, ...) -> (b, count length, ...)
+    outputs = jnp.moveaxis(jax.lax.map(attend, queries), 0, 1)
+    return outputs.reshape(b, count * length, *outputs.shape[3:])[:, :t]
 
 
 def _over_features(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
