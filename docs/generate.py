@@ -44,8 +44,7 @@ def modules() -> dict[str, str]:
     names = (*performer.MODULES, *DROP_INS, "vit")
     for name in names:
         path = name if name == "vit" else f"performer.{name}"
-        home = importlib.import_module(performer.MODULES.get(name, path))
-        sys.modules[path] = home  # autodoc imports performer.gp, which lives in a folder
+        home = importlib.import_module(path)
         shown = "".join(automodule(part) for part in (path, *PARTS.get(path, ())))
         pages[f"api/{name}"] = f"# {path}\n\n{evaluated(shown)}"
         rows += f"- [`{path}`]({name}.md): {(home.__doc__ or '').splitlines()[0]}\n"

@@ -25,11 +25,10 @@ import numpy as np
 
 from experiments.attention import data
 from experiments.common import harness, launch
+from performer import calibration, copula
 from performer import couplings as known
 from performer.analysis import attention_error
-from performer.attention import calibration
-from performer.attention.calibration import calibrate
-from performer.kernels import copula
+from performer.calibration import calibrate
 from performer.typing import Coupling
 
 Part = Literal["figure7", "vit", "features"]

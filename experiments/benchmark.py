@@ -31,8 +31,7 @@ import jax
 from experiments.common import harness, launch, timing
 from experiments.speed import attention, vit
 from experiments.speed import lengths as by_length
-from performer import couplings
-from performer.couplings import structured
+from performer import couplings, structured
 
 M, D, HEADS = 128, 64, 144
 REPEATS = 7

@@ -33,45 +33,55 @@ from performer.attention import performer_attention as performer_attention
 if TYPE_CHECKING:
     from performer import analysis as analysis
     from performer import attention as attention
+    from performer import butterfly as butterfly
+    from performer import calibration as calibration
+    from performer import copula as copula
     from performer import couplings as couplings
+    from performer import directions as directions
     from performer import features as features
+    from performer import gp as gp
     from performer import graphs as graphs
     from performer import kernels as kernels
+    from performer import norms as norms
+    from performer import quadrature as quadrature
+    from performer import refinement as refinement
+    from performer import structured as structured
     from performer import testing as testing
     from performer import theory as theory
-    from performer.attention import calibration as calibration
-    from performer.attention import refinement as refinement
-    from performer.couplings import butterfly as butterfly
-    from performer.couplings import directions as directions
-    from performer.couplings import norms as norms
-    from performer.couplings import structured as structured
-    from performer.kernels import copula as copula
-    from performer.kernels import gp as gp
-    from performer.kernels import quadrature as quadrature
     from performer.linearization import linearize as linearize
 
 __version__ = "0.1.0"
 __all__ = ["linearize", "performer_attention"]
 
-FOLDERS = {
-    "attention": ("calibration", "refinement"),
-    "couplings": ("butterfly", "directions", "norms", "structured"),
-    "kernels": ("copula", "gp", "quadrature"),
-}
-MODULES = {
-    name: f"performer.{name}"
-    for name in (*FOLDERS, "analysis", "features", "graphs", "testing", "theory")
-} | {name: f"performer.{folder}.{name}" for folder, names in FOLDERS.items() for name in names}
-"""Modules that are attributes of `performer`, by name."""
+MODULES = (
+    "analysis",
+    "attention",
+    "butterfly",
+    "calibration",
+    "copula",
+    "couplings",
+    "directions",
+    "features",
+    "gp",
+    "graphs",
+    "kernels",
+    "norms",
+    "quadrature",
+    "refinement",
+    "structured",
+    "testing",
+    "theory",
+)
+"""Public modules that are imported on first use; `linen`, `nnx` and `sklearn` need an extra."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "linearize":
         return import_module("performer.linearization").linearize
     if name in MODULES:
-        return import_module(MODULES[name])
+        return import_module(f"performer.{name}")
     raise AttributeError(f"module 'performer' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES, "linearize"})
+    return sorted({*__all__, *MODULES, "__version__"})

@@ -42,11 +42,11 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.attention import performer_attention
-from performer.attention.calibration import Calibration, fold, transform_keys, transform_queries
 from performer.attention.masks import key_mask
-from performer.attention.refinement import is_near
 from performer.attention.values import Exact
+from performer.calibration import Calibration, fold, transform_keys, transform_queries
 from performer.numerics import finite
+from performer.refinement import is_near
 from performer.typing import Coupling, jit_static
 
 BLOCK = 256

@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from performer import couplings
+from performer import couplings, directions, norms
 from performer.choices import unknown
-from performer.couplings import Antithetic, Blocks, directions, norms
+from performer.couplings import Antithetic, Blocks
 from performer.typing import Coupling
 
 Array = Any  # float64: an ndarray, or the np.float64 that NumPy makes of one without axes

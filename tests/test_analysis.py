@@ -11,7 +11,7 @@ from scipy.linalg import helmert
 from performer import analysis, couplings
 from performer.analysis import attention_error, recommend
 from performer.attention import attention_weights
-from performer.attention.calibration import Calibration
+from performer.calibration import Calibration
 
 T, S, N, K, H, V, M, DRAWS = 10, 12, 4, 2, 4, 3, 6, 8
 
@@ -207,7 +207,9 @@ def test_an_exact_window_is_that_of_the_package():
         A = jax.nn.softmax(jnp.where(jnp.tri(S, dtype=bool) | (not is_causal), logits, -jnp.inf))
         options = dict(coupling=gaussian, num_features=M, draws=DRAWS)
         both = dict(calibration=calibration, is_causal=is_causal)
-        near = dict(exact_window=window, exact_first=first, exact_keys=keys, exact_rows=int(not is_causal))
+        near = dict(
+            exact_window=window, exact_first=first, exact_keys=keys, exact_rows=int(not is_causal)
+        )
         error = attention_error(query, key, value, **options, **both, **near)
         measure = partial(attention_weights, query, key, **both, **near)
         measured = jax.jit(jax.vmap(measure))(documented_draws(gaussian))

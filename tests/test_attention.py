@@ -14,7 +14,7 @@ import pytest
 
 from performer import performer_attention
 from performer.attention import attention_weights, op, refusals
-from performer.attention.calibration import Calibration
+from performer.calibration import Calibration
 from tests.attention_inputs import SLOPES, H, M, V, close, inputs, orthogonal
 from tests.tiers import tiers
 

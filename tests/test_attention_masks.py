@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from performer import performer_attention
-from performer.attention.calibration import calibrate
+from performer.calibration import calibrate
 from tests import oracles
 from tests.attention_inputs import (
     MAPS,

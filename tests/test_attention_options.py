@@ -19,7 +19,7 @@ from flax import nnx
 
 from performer import features, performer_attention
 from performer.attention import Exact, State, refusals, sizes
-from performer.attention.calibration import Calibration, calibrate, pair_moments, parts
+from performer.calibration import Calibration, calibrate, pair_moments, parts
 from performer.nnx import PerformerAttention
 from tests import oracles
 from tests.attention_inputs import feature_map

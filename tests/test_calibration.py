@@ -11,9 +11,9 @@ from flax import nnx
 from scipy import stats
 
 from performer import calibration, couplings, directions, performer_attention
-from performer.attention.calibration import calibrate, fit, pair_moments
-from performer.attention.refinement import LEARNED
+from performer.calibration import calibrate, fit, pair_moments
 from performer.nnx import PerformerAttention
+from performer.refinement import LEARNED
 from tests import oracles
 
 METHODS = ["none", "shift", "scale", "tilt", "proposal", "shift+scale", "shift+traceless", "full"]

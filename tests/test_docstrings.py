@@ -2,10 +2,13 @@
 
 import doctest
 import importlib
+import inspect
 import pkgutil
+import re
 import traceback
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ from sklearn.preprocessing import StandardScaler
 import performer
 import performer.nnx
 from performer import graphs
+from performer.attention import op
 
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
@@ -100,14 +104,12 @@ def _linen_layer(x):
 
 
 NEEDED = {
-    "performer.couplings.butterfly": lambda normal: {"x": normal(3, 784)},
-    "performer.couplings.structured": lambda normal: {"x": normal(3, 1024)},
+    "performer.butterfly": lambda normal: {"x": normal(3, 784)},
+    "performer.structured": lambda normal: {"x": normal(3, 1024)},
     "performer.kernels": lambda normal: {"x": _circle(), "m": 8, "d": 2},
-    "performer.kernels.copula": lambda normal: {"x": normal(20, 2) / 2, "d": 2},
-    "performer.kernels.quadrature": lambda normal: {"x": normal(5, 4), "d": 4},
-    "performer.kernels.gp": lambda normal: (
-        {"x": _circle(), "new": _circle() / 2, "y": jnp.arange(9.0)}
-    ),
+    "performer.copula": lambda normal: {"x": normal(20, 2) / 2, "d": 2},
+    "performer.quadrature": lambda normal: {"x": normal(5, 4), "d": 4},
+    "performer.gp": lambda normal: ({"x": _circle(), "new": _circle() / 2, "y": jnp.arange(9.0)}),
     "performer.graphs.attention": lambda normal: {
         "graph": graphs.Graph.from_edges([(i, i + 1) for i in range(5)], num_nodes=6),
         "frequencies": normal(8, 64),
@@ -180,3 +182,21 @@ def test_examples_run(module, test, monkeypatch):
 def test_public_names_exist():
     for module in (*modules(), performer):
         assert not [x for x in getattr(module, "__all__", ()) if not hasattr(module, x)]
+
+
+def test_each_name_has_one_path():
+    """Modules are attributes and can be imported by the same name; so can all names on pages."""
+    for name in performer.MODULES:
+        assert importlib.import_module(f"performer.{name}") is getattr(performer, name)
+    assert {*performer.MODULES, *performer.__all__} <= set(dir(performer))
+    pages = [Path("README.md"), *Path("docs").rglob("*.md")]
+    text = "\n".join(page.read_text() for page in pages if "_build" not in page.parts)
+    for name in sorted(set(re.findall(r"\bperformer(?:\.[a-zA-Z_]\w*)+", text))):
+        pkgutil.resolve_name(name)
+
+
+def test_types_name_all_couplings_and_options():
+    assert get_args(performer.couplings.Name) == performer.couplings.names()
+    parameters = inspect.signature(performer.performer_attention).parameters.values()
+    keywords = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
+    assert {*op.Options.__annotations__, "return_state"} == keywords

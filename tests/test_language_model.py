@@ -12,7 +12,7 @@ from experiments.language_model import generate, text, train
 from experiments.language_model.attention import Hybrid, Softmax
 from experiments.language_model.model import cross_entropies, losses
 from experiments.language_model.task import Settings, layers, task
-from performer.attention.refinement import LEARNED, Far
+from performer.refinement import LEARNED, Far
 from tests.small import read_csv
 from vit import convert, evaluate
 from vit.config import Attention, Size, of_run, validate

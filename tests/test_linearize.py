@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from performer.attention.refinement import Sample, softmax_attention
 from performer.nnx import PerformerAttention, linearize, measure
+from performer.refinement import Sample, softmax_attention
 from tests.attention_inputs import by_op
 from tests.tiers import tiers
 

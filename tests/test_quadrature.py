@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from performer import kernels, quadrature
-from performer.kernels.quadrature import gram, spherical_radial, structured
+from performer.quadrature import gram, spherical_radial, structured
 from tests.tiers import tiers
 
 HAAR, BUTTERFLY = "haar", "butterfly"

@@ -7,7 +7,7 @@ import pytest
 
 from performer import calibration, couplings
 from performer.attention import Exact, attention_weights
-from performer.attention.refinement import (
+from performer.refinement import (
     LEARNED,
     START,
     Far,

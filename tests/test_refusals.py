@@ -13,18 +13,20 @@ from flax import nnx
 import performer
 from performer import (
     analysis,
+    butterfly,
     calibration,
     copula,
     couplings,
     directions,
     features,
     gp,
+    hadamard,
     kernels,
     norms,
     quadrature,
+    structured,
     theory,
 )
-from performer.couplings import butterfly, hadamard, structured
 from performer.graphs import (
     Graph,
     graph_random_features,

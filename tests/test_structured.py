@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy.linalg import hadamard as scipy_hadamard
 
-from performer import couplings
-from performer.couplings import hadamard, structured
+from performer import couplings, hadamard, structured
 from tests.tiers import tiers
 
 

@@ -38,10 +38,9 @@ import scipy.sparse
 
 from experiments.common import harness, launch
 from experiments.graphs import data
-from performer import graphs
+from performer import gp, graphs
 from performer.graphs import Graph, couplings, features, kernels, matching
 from performer.graphs.couplings import Coupling
-from performer.kernels import gp
 
 MESHES = ("teapot", "fuze", "unit_sphere", "idler_riser", "busted", "torus")
 P_HALT, FIT_WALKS, STEPS, LEARNING_RATE, ORDER = 0.4, 8, 300, 0.05, 50

@@ -22,8 +22,7 @@ import numpy as np
 from scipy import integrate, optimize, special, stats
 
 from experiments.common import harness, launch, statistics
-from performer import couplings, features, testing, theory
-from performer.couplings import directions, norms
+from performer import couplings, directions, features, norms, testing, theory
 
 
 def arrangement_conformity(vectors: np.ndarray, v: float) -> float:

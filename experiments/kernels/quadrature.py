@@ -43,9 +43,8 @@ import numpy as np
 from sklearn import datasets, svm
 
 from experiments.common import harness, launch, statistics, tabular, timing
-from performer import kernels
-from performer.kernels import quadrature
-from performer.kernels.quadrature import Rule
+from performer import kernels, quadrature
+from performer.quadrature import Rule
 from performer.typing import Key
 from vit.data.sources.arrays import read_idx
 

@@ -16,9 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from performer import couplings, performer_attention
-from performer.attention.calibration import Calibration
-from performer.attention.refinement import LEARNED, Far
+from performer.calibration import Calibration
 from performer.features import FeatureMap, positive
+from performer.refinement import LEARNED, Far
 from vit.config import Config
 
 SILENT = -1e4

@@ -16,7 +16,8 @@ from experiments.language_model.attention import SILENT, Hybrid
 from experiments.language_model.model import Decoder, losses
 from performer import couplings
 from performer.attention import Exact
-from performer.attention.refinement import (
+from performer.features import positive
+from performer.refinement import (
     LEARNED,
     START,
     Far,
@@ -24,7 +25,6 @@ from performer.attention.refinement import (
     calibrated_far,
     refine_far,
 )
-from performer.features import positive
 from vit.data import Batch
 from vit.task import Task
 from vit.weights.conversion import Case, exchanged

@@ -38,8 +38,7 @@ from jaxtyping import Array, Float
 from scipy.spatial.distance import cdist
 
 from experiments.common import harness, launch, statistics, tabular
-from performer import couplings
-from performer.couplings import hadamard
+from performer import couplings, hadamard
 
 SIGMAS = tuple(2 ** (k / 2) for k in range(-10, 5))
 MULTIPLES = 10

@@ -26,8 +26,7 @@ from scipy import signal
 
 from experiments.common import harness, launch, statistics, tabular
 from experiments.tabular import uci
-from performer import couplings
-from performer.kernels import copula
+from performer import copula, couplings
 from performer.typing import Coupling
 
 SMOOTHING, EVERY = 0.98, 10

@@ -38,8 +38,7 @@ from sklearn.linear_model import RidgeCV
 
 from experiments.common import harness, launch, statistics, tabular
 from experiments.tabular import uci
-from performer import kernels
-from performer.kernels import gp
+from performer import gp, kernels
 
 MULTIPLES = (1, 8)
 SIZES = (1, 2, 4, 8, 16, 32)

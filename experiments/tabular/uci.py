@@ -22,9 +22,7 @@ from scipy.optimize import minimize
 from scipy.spatial.distance import cdist
 
 from experiments.common import harness, tabular
-from performer import couplings, features, kernels
-from performer.couplings import directions
-from performer.kernels import gp
+from performer import couplings, directions, features, gp, kernels
 from performer.typing import Coupling, Frequencies, Key
 
 PRINTED = Path(__file__).parent / "vrc_tables.csv"

@@ -15,7 +15,9 @@ from jaxtyping import Array, Float
 
 from performer import features
 from performer.attention import masks, refusals
-from performer.attention.calibration import (
+from performer.attention.state import Features, Keys, extended, heads_first
+from performer.attention.values import Estimate, Pairs, Tokens, state_heads
+from performer.calibration import (
     Calibration,
     fold,
     for_heads,
@@ -23,8 +25,6 @@ from performer.attention.calibration import (
     transform_keys,
     transform_queries,
 )
-from performer.attention.state import Features, Keys, extended, heads_first
-from performer.attention.values import Estimate, Pairs, Tokens, state_heads
 from performer.numerics import dot, finite, weighted
 from performer.typing import float32_or_wider
 

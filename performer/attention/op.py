@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 from performer import features
 from performer.attention import decay, masks, refusals, sizes
 from performer.attention import state as states
-from performer.attention.calibration import Calibration
 from performer.attention.exact import (
     Maps,
     Selected,
@@ -47,6 +46,7 @@ from performer.attention.state import (
 )
 from performer.attention.sweep import Near, sweep
 from performer.attention.values import Estimate, Exact, Pairs, Plan, Tokens
+from performer.calibration import Calibration
 from performer.features import FeatureMap
 from performer.numerics import operand_dtype
 from performer.typing import float32_or_wider

@@ -22,9 +22,9 @@ from jaxtyping import Array
 
 from performer import features
 from performer.attention import masks
-from performer.attention.calibration import Calibration
 from performer.attention.state import State, WindowState
 from performer.attention.values import Estimate, Exact, Pairs, Tokens, state_heads
+from performer.calibration import Calibration
 from performer.choices import unknown
 from performer.features import FeatureMap
 from performer.typing import Size

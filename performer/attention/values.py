@@ -16,7 +16,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from performer import features
-from performer.attention.calibration import Calibration
+from performer.calibration import Calibration
 from performer.features import FeatureMap
 from performer.typing import Size
 

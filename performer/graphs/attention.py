@@ -30,7 +30,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer.attention import calibration as calibrations
+from performer import calibration as calibrations
 from performer.attention.maps import features_of
 from performer.choices import unknown
 from performer.features import FeatureMap, Split

@@ -29,8 +29,8 @@ from jax.scipy.sparse.linalg import cg
 from jaxtyping import Array, ArrayLike, Float, Int, Num
 
 from performer.choices import finite_arrays, positive_number
+from performer.gp import Gaussian, Scales, fit_scales
 from performer.graphs import features, kernels, walks
-from performer.kernels.gp import Gaussian, Scales, fit_scales
 from performer.typing import Key
 
 TOLERANCE = 1e-5

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from performer import calibration as calibrations
 from performer import couplings
 from performer.analysis import by_cost
-from performer.attention import calibration as calibrations
-from performer.attention.refinement import (
+from performer.attention.values import NOT_EXACT, Exact
+from performer.linearization.report import Report
+from performer.refinement import (
     START,
     Far,
     Linear,
@@ -26,8 +28,6 @@ from performer.attention.refinement import (
     softmax_attention,
     transfer,
 )
-from performer.attention.values import NOT_EXACT, Exact
-from performer.linearization.report import Report
 from performer.typing import Coupling
 
 EXAMPLES = 8

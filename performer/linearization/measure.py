@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from performer.attention.calibration import pair_moments
-from performer.attention.refinement import Sample
+from performer.calibration import pair_moments
 from performer.linearization.layers import EXAMPLES, Layer
 from performer.linearization.places import (
     FILL,
@@ -25,6 +24,7 @@ from performer.linearization.places import (
     run,
     traced,
 )
+from performer.refinement import Sample
 from performer.typing import float32_or_wider
 
 KINDS = ("of keys", "causal", "of segments", "causal, of segments")

@@ -11,14 +11,14 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+from performer import calibration as calibrations
 from performer import couplings, features
-from performer.attention import calibration as calibrations
 from performer.attention import performer_attention
-from performer.attention.calibration import Calibration
 from performer.attention.dropin import attention_fn
 from performer.attention.parallel import over_tokens
-from performer.attention.refinement import LEARNED
 from performer.attention.values import Exact
+from performer.calibration import Calibration
+from performer.refinement import LEARNED
 from performer.typing import Coupling
 
 

@@ -15,10 +15,10 @@ from jaxtyping import Array, Float
 
 from performer import performer_attention
 from performer.attention import Exact
-from performer.attention.refinement import Sample, softmax_attention, squared
 from performer.linearization import Report
 from performer.linearization.layers import Measured
 from performer.nnx import linearize, measure
+from performer.refinement import Sample, softmax_attention, squared
 from vit import config as configs
 from vit import data
 from vit.task import Model, Task

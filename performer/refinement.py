@@ -26,7 +26,8 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention import attention_weights
-from performer.attention.calibration import (
+from performer.attention.values import NOT_EXACT, Exact
+from performer.calibration import (
     Calibration,
     fit,
     fold,
@@ -36,7 +37,6 @@ from performer.attention.calibration import (
     transform_keys,
     transform_queries,
 )
-from performer.attention.values import NOT_EXACT, Exact
 from performer.features import FeatureMap
 from performer.numerics import finite
 from performer.typing import Coupling, float32_or_wider

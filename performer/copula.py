@@ -29,9 +29,8 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, Num
 
-from performer import _descent, attention, couplings, features, kernels
-from performer.couplings import directions
-from performer.couplings.norms import FromScores, independent_scores
+from performer import _descent, attention, couplings, directions, features, kernels
+from performer.norms import FromScores, independent_scores
 from performer.typing import Coupling, Frequencies, Key, Value
 
 Theta = Float[Array, " pairs"]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from performer.couplings import directions, hadamard, norms
+from performer import directions, hadamard, norms
 from performer.typing import Frequencies, Key
 
 

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from performer.choices import positive_integer
-from performer.couplings.hadamard import next_power_of_two, rademacher
+from performer.hadamard import next_power_of_two, rademacher
 from performer.typing import Key, float32_or_wider
 
 

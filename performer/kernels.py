@@ -28,9 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Num
 
-from performer import couplings, features
+from performer import couplings, features, norms
 from performer.choices import checked_arrays, positive_number, positive_values, unknown
-from performer.couplings import norms
 from performer.typing import Coupling, Frequencies, Key, Value
 
 

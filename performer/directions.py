@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from performer.couplings import hadamard as hd
+from performer import hadamard as hd
 from performer.typing import Frequencies, Key, Lengths
 
 TOLERANCE = 1e-5

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
+from performer import directions, hadamard, norms
 from performer.choices import positive_integer, unknown
-from performer.couplings import directions, hadamard, norms
 from performer.typing import Coupling, Directions, Frequencies, Key, Norms, Value, jit_static
 
 __all__ = [

@@ -51,9 +51,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Num
 from scipy.special import roots_hermitenorm
 
-from performer import couplings, kernels
+from performer import butterfly, couplings, directions, kernels, norms
 from performer.choices import positive_integer, unknown
-from performer.couplings import butterfly, directions, norms
 from performer.kernels import Kernel
 from performer.typing import Key
 
