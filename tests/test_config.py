@@ -40,8 +40,10 @@ def test_a_foreign_json_is_refused(tmp_path):
             config.load(path)
 
 
-def test_a_config_without_newer_fields_loads_with_their_defaults(tmp_path):
+def test_a_config_of_an_earlier_version_loads(tmp_path):
+    """Newer fields have their defaults; what was renamed has its new name."""
     values = dataclasses.asdict(small_config())
+    values["attention"]["implementation"] = "xla"
     del values["keep_every"], values["model"]["width"], values["optim"]["b2"]
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert config.load(tmp_path / "config.json") == small_config()

@@ -183,7 +183,11 @@ class Attention:
         walks, learned for each head (`vit.model.grid`); "alibi" is e^(-slope |i - j|) in row-major
         order, slopes 2^(-8/n), ..., 2^-8 of n heads (Press et al. 2022).""",
     )
-    implementation: str = _choice("xla pallas", "pallas: kernels for GPU, and TPU (not yet run).")
+    implementation: str = _choice(
+        "blocked pallas",
+        """Implementation of `performer_attention`: "blocked" by XLA, or "pallas", kernels for GPU
+        and TPU (not yet run).""",
+    )
     exact_window: int = _count(
         0,
         """Tokens of a chunk; 0 disables the window. A query attends exactly to its own chunk, to
@@ -364,16 +368,18 @@ RULES: dict[str, Callable[[Config], bool]] = {
     " depth of config.model.variant": lambda c: len(block_sizes(c)) == c.model.size.depth,
     **{
         f"config.attention.{name} must be 0 with config.attention.implementation": (
-            lambda c, name=name: c.attention.implementation == "xla" or not vars(c.attention)[name]
+            lambda c, name=name: (
+                c.attention.implementation == "blocked" or not vars(c.attention)[name]
+            )
         )
         for name in ("exact_window", "exact_keys", "exact_rows")
     },
     "config.attention.mask needs config.attention.kind=performer, config.attention.exact_window=0,"
     " config.attention.exact_keys=0, config.attention.exact_rows=0 and"
-    " config.attention.implementation=xla": lambda c: (
+    " config.attention.implementation=blocked": lambda c: (
         c.attention.mask == "none"
         or (c.attention.kind, any(exact(c)), c.attention.implementation)
-        == ("performer", False, "xla")
+        == ("performer", False, "blocked")
     ),
     "config.data.image_size must be divisible by the patch of config.model.variant": lambda c: (
         c.data.image_size % c.model.patch_size == 0
@@ -559,6 +565,8 @@ def load(path: Path) -> Config:
     """
     try:
         values = json.loads(path.read_bytes())
+        if values.get("attention", {}).get("implementation") == "xla":  # its earlier name
+            values["attention"]["implementation"] = "blocked"
         sections = {name: kind(**values[name]) for name, kind in SECTIONS.items() if name in values}
         config = Config(**(values | sections))
         check_fields(config)
