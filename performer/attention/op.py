@@ -161,9 +161,9 @@ def performer_attention(
     batch if the mesh is in context (`jax.set_mesh`, axes of type Auto) and its size divides the
     batch; else use `jax.shard_map`. `jax.export` requires a single platform.
 
-    Linear attention cannot add a bias matrix to q.k, mask pairs of its own choice, or drop
-    attention weights. Instead of a bias use `key_log_weights` or `alibi_slopes`; instead of a local
-    window `exact_window`, which keeps far keys, estimated.
+    Linear attention cannot add a bias matrix to q.k, apply a mask that differs between queries, or
+    drop attention weights. Instead of a bias use `key_log_weights` or `alibi_slopes`; instead of a
+    local window `exact_window`, which keeps far keys, estimated.
 
     Args:
         query: (b, t, n, h), with any number of batch axes; float32, bfloat16, float16 or float64,
@@ -182,7 +182,7 @@ def performer_attention(
         key_log_weights: floats added to the logits of a key, with gradients; -inf removes it. They
             broadcast to (b, s), or with all axes to (b, s, k). Float32 resolves exponents to 6e-8
             of their size. With `relu` and `arc_cosine`, keys lighter than e^-80 times the heaviest
-            are dropped. The epsilon of `stabilizer="google"` is weighted, too.
+            are dropped. The epsilon of `stabilizer="google"` is also weighted.
         alibi_slopes: (n,) or (k,), slopes of the bias -slope |i - j| (Press et al. 2022, Eq. 1),
             with positions counted within segments. Requires t = s.
         log_decay: (b, t, k) or (b, t, n), broadcast over axes of 1, with gradients: logarithms
@@ -217,7 +217,7 @@ def performer_attention(
             be combined with exact pairs, decay or segments.
         exact_window: w > 0 computes near keys by e^{q.k} itself, in one normaliser with the
             estimate of the others. Tokens (of a segment, in their order) form chunks of w; keys of
-            the same and the previous chunk are near, those of the next too if not causal. Masked
+            the same and the previous chunk are near, and keys of the next if not causal. Masked
             tokens count as positions: put padding at the end. Requires t = s, a map that estimates
             softmax, and `weights` of the kernel itself (1 / m if None).
         exact_first: number of first keys (of each segment) that are exact for all queries. Masked
@@ -225,8 +225,8 @@ def performer_attention(
         exact_keys: f > 0 computes the f keys of each head with the largest weights by e^{q.k}
             itself, for all queries, in one normaliser with the estimate of the others. Weights are
             estimated sums over all queries of the attention to a key, in O((t + s) m). The choice
-            has no gradient; f >= s is softmax attention. A head is that of the sums: a key head, or
-            a query head with its own frequencies. Cannot be combined with causal attention,
+            has no gradient; f >= s is softmax attention. A head is a key head, or a query head with
+            its own frequencies. Cannot be combined with causal attention,
             `segment_ids`, decay or states. Requires what the map of `exact_window` does.
         exact_rows: number of first queries, such as class token and registers, with exact
             attention, at the cost of O(s) each. Cannot be combined with causal attention,
@@ -241,8 +241,8 @@ def performer_attention(
         ValueError: for shapes, dtypes or names that do not fit, for options that exclude each
             other (`performer.attention.refusals`), and for a mask that differs between queries or
             heads. The message has the value and the fix.
-        TypeError: for an unknown keyword. For those of other attention functions the message has
-            what to write instead.
+        TypeError: for an unknown keyword. The message explains keywords of other attention
+            functions.
 
     Example:
         >>> frequencies = performer.couplings.get("pm")(jax.random.key(0), 128, 64)
@@ -481,7 +481,7 @@ def _chunk_by_chunk(
 def _with_all_keys(
     key_map: Features, keys: Keys, state: State, nothing: State, plan: Plan, is_causal: bool
 ) -> State:
-    """The state of the earlier keys and of these, those of all devices if they are split."""
+    """The state of the earlier keys and of these, of all devices if the sequence is split."""
     if plan.axis_name is None:
         state = decay.faded(state, decay.total(keys))  # decay has at most one token here
         return summarise(key_map, keys, state, plan.block)
