@@ -8,7 +8,7 @@ determinant of a calibration (`Estimate.absolute`).
 Near keys: a sequence is cut into chunks of `exact_window` tokens. A query attends to the keys of
 its own and the previous chunk (and the next, if not causal) by e^{q.k} itself. Far keys enter
 through states, up to two chunks before and from two chunks after (`sweep`). The first keys, which
-attract much attention in trained models (Xiao et al. 2024), may be exact for every query, too.
+attract much attention in trained models (Xiao et al. 2024), may also be exact for every query.
 
 Heavy keys are those with the largest weights, the sums of columns of the attention matrix. The
 estimate of a weight needs no matrix: with features a of queries and b of keys,
@@ -20,7 +20,7 @@ a state of the queries with the log-weights -log D_t, which the keys then look u
 choose pairs by hashing instead).
 
 First and heavy keys leave the features (`first_keys`, `heavy_keys`): their rows (`exact_rows`) are
-combined with those of the other keys.
+combined with the rows of the other keys.
 """
 
 from functools import partial
@@ -85,7 +85,7 @@ def exact_rows(query: Float[Array, "b t k g h"], selected: Selected, scale: floa
 def first_keys(
     keys: Keys, f: int, segments: Int[Array, "b t"] | None, is_causal: bool
 ) -> tuple[Selected, Keys]:
-    """The first f keys, or those of each query's segment; and the other keys."""
+    """The first f keys of the sequence, or of each query's segment; and the other keys."""
     keys, t = counted(keys), keys.key.shape[1]
     begin = jnp.zeros((1, 1), jnp.int32) if segments is None else _begins(segments)
     position = jnp.arange(t, dtype=begin.dtype)[None] - begin
@@ -126,7 +126,7 @@ def _fading_of_first(
     log_decay, begins = log_decay[:, :, None], position == 0
     after = (position[..., None] > jnp.arange(f, dtype=position.dtype)[None, None])[..., None]
     fading = decay.since_begin(jnp.where(after, log_decay, 0.0), begins)
-    if not is_causal:  # queries before the key, too
+    if not is_causal:  # also queries before the key
         between = jnp.where(after | begins[..., None, None], 0.0, log_decay)
         between, ends = (jnp.roll(jnp.flip(x, axis=1), 1, axis=1) for x in (between, begins))
         between = between.at[:, 0].set(0.0)
@@ -216,8 +216,8 @@ def _one_token(
         far = decay.faded(far, decay.total(entering))
         return summarise(maps[1], decay.as_seen(entering, "until"), far, plan.block)
 
-    seen = decay.faded(far, decay.total(near))
-    rows = look_up(maps[0], query, seen, far.normaliser.dtype)
+    faded = decay.faded(far, decay.total(near))
+    rows = look_up(maps[0], query, faded, far.normaliser.dtype)
     rows = combine(rows, exact_rows(query, Selected(decay.as_seen(near, "until")), scale))
     return rows, jax.lax.cond(new_chunk, with_chunk, lambda far: far, far)
 

@@ -113,8 +113,8 @@ def features_of(
     Arguments and errors are those of `performer_attention`.
 
     Returns:
-        Features (n, b, t, m) of queries and (n, b, s, m) of keys, those of masked keys 0, and
-        values in float32 or wider, for each query head. Their products estimate exp(q.k) up to a
+        Features (n, b, t, m) of queries and (n, b, s, m) of keys, 0 for masked keys, and values in
+        float32 or wider, for each query head. Their products estimate exp(q.k) up to a
         factor of the query.
     """
     refusals.check_arrays(query, key, value, frequencies)

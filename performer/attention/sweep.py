@@ -112,7 +112,7 @@ class ChunkStates(NamedTuple):
 
     state: State
     segment: Array | None
-    """(c, b): segment of these keys, that of the token nearest to the queries."""
+    """(c, b): segment of the token nearest to the queries; only its keys are in the state."""
     fading: Array | None
     """(c, k, b): log-decay of a state over the chunk."""
 
@@ -237,13 +237,13 @@ def _block(
     """
     key_features, is_causal = _key_features(maps[1], x.keys), later is None
     log_decay = key_features.log_decay
-    own = _chunk_states(key_features, x.segments, False) if kept is None else kept
-    (state, segment), following = _entering(own, before, False)
+    chunks = _chunk_states(key_features, x.segments, False) if kept is None else kept
+    (state, segment), following = _entering(chunks, before, False)
     pairs, since, until = _pairs_within(x, log_decay, groups, is_causal)
     if later is None:
         sides = [(state, segment, since)]
     elif x.segments is None and log_decay is None:  # one state for both sides
-        sides = [(combine(state, _entering(own, later, True)[0][0]), None, None)]
+        sides = [(combine(state, _entering(chunks, later, True)[0][0]), None, None)]
     else:
         other = _chunk_states(key_features, x.segments, True)
         sides = [(state, segment, since), (*_entering(other, later, True)[0], until)]
@@ -280,8 +280,8 @@ def _after_blocks(
     @partial(jax.checkpoint, prevent_cse=False)
     def back(later, x):
         keys, segments = x
-        own = _chunk_states(_key_features(key_map, keys), segments, True)
-        return _entering(own, later, True)[1], (later, own if keep else None)
+        chunks = _chunk_states(_key_features(key_map, keys), segments, True)
+        return _entering(chunks, later, True)[1], (later, chunks if keep else None)
 
     _, states = jax.lax.scan(back, end, (xs.keys, xs.segments), reverse=True)
     return states
