@@ -41,7 +41,13 @@ from jax.scipy.linalg import cho_solve, solve_triangular
 from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer import _descent, kernels
-from performer.choices import checked_arrays, finite_arrays, positive_number, positive_values
+from performer.choices import (
+    checked_arrays,
+    finite_arrays,
+    positive_integer,
+    positive_number,
+    positive_values,
+)
 from performer.kernels import Kernel
 from performer.typing import Key
 
@@ -152,7 +158,8 @@ class GaussianProcess:
         f = self.predict(x)
         # By singular values: the covariance may be singular but for rounding.
         vectors, values, _ = jnp.linalg.svd(f.covariance)
-        noise = jax.random.normal(key, (num_samples, len(f.mean)), f.mean.dtype)
+        shape = positive_integer("num_samples", num_samples), len(f.mean)
+        noise = jax.random.normal(key, shape, f.mean.dtype)
         noise = noise * jnp.sqrt(values)
         return f.mean[None] + jnp.matmul(noise, vectors.mT, precision="highest")
 

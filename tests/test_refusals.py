@@ -135,6 +135,7 @@ def of_kernels():
     gaussian = call(raw(kernels.Kernel.__call__), kernels.gaussian)
     process = call(raw(gp.GaussianProcess.fit), gp.GaussianProcess())
     likelihood = call(raw(gp.log_marginal_likelihood), y=ones(3))
+    fitted = gp.GaussianProcess().fit(X, X[:, 0], num_steps=1)
     eye = jnp.eye(3)
     return [
         (call(gaussian, X[:, 0], X), r"x must have the shape \(n, d\), got \(8,\); .* x\[:, None"),
@@ -148,6 +149,7 @@ def of_kernels():
         (call(process, X, X[:, :1]), r"y must have the shape \(n = 8\), got \(8, 1\)"),
         (call(process, X, X[:, 0], fixed=("lengthscales",)), "'lengthscales' is none of lengthsca"),
         (call(gp.condition, eye, eye, eye, ones(3), 0.0), "noise_scale must be positive and finit"),
+        (call(fitted.sample, KEY, X, 0), "num_samples must be a positive integer, got 0"),
         (call(likelihood, -eye, noise_scale=0.2), "3 x 3, is not positive definite"),
         (call(gp.kl, gp.Gaussian(ones(3), eye), gp.Gaussian(ones(3), -eye)), "covariance of q, 3"),
         (call(gp.negative_log_density, gp.Gaussian(ones(3), -eye), ones(3)), "a variance must be"),
@@ -204,6 +206,10 @@ def of_graphs():
         (call(posterior, [0], [1], ones(1), 0.0), "noise_scale must be positive"),
         (call(posterior, [0, 9], [0], ones(2), 1.0), "observed must be nodes from 0 to 8, got 9"),
         (call(posterior, [0.0], [0], ones(1), 1.0), r"whole numbers \(n,\), got float32"),
+        (
+            call(raw(graph_gp.sample), KEY, some, [0], ones(1), 1.0, num_samples=0),
+            "num_samples must be a positive integer, got 0",
+        ),
         (call(posterior, [0], [0], jnp.array([jnp.nan]), 1.0), "y has entries that are not finite"),
         (call(masked, ones(8, 8)), r"the mask is \(8, 8\) for 9 queries and 9 keys"),
         (call(masked, ones(3, 9, 9)), r"the mask is \(3, 9, 9\).*of 4 heads"),

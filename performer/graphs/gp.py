@@ -28,7 +28,7 @@ from jax.core import Tracer
 from jax.scipy.sparse.linalg import cg
 from jaxtyping import Array, ArrayLike, Float, Int, Num
 
-from performer.choices import finite_arrays, positive_number
+from performer.choices import finite_arrays, positive_integer, positive_number
 from performer.gp import Gaussian, Scales, fit_scales
 from performer.graphs import features, kernels, walks
 from performer.typing import Key
@@ -129,6 +129,7 @@ def sample(
     law = noise_scale, output_scale, tolerance
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((kernel, observed)))
     near = kernel if traced else _rows(kernel, observed)
+    num_samples = positive_integer("num_samples", num_samples)
     paths, residual = _sample(key, kernel, near, observed, y, *law, num_samples=num_samples)
     return _converged(paths, residual, tolerance)
 
