@@ -57,7 +57,7 @@ FEATURES = 64
 PerHead = Float[np.ndarray, "*b n"]
 
 
-class Estimate(NamedTuple):
+class Mean(NamedTuple):
     """A mean over draws and its standard error, each with one entry for each head.
 
     Errors have heavy tails where |q + k|^2 is large; the standard error is then itself uncertain.
@@ -87,12 +87,12 @@ class AttentionError:
         uniform_output: `output` of the same; None without values.
     """
 
-    attention: Estimate
-    output: Estimate | None
-    row_sum: Estimate
-    variance: Estimate
-    covariance: Estimate
-    predicted: Estimate
+    attention: Mean
+    output: Mean | None
+    row_sum: Mean
+    variance: Mean
+    covariance: Mean
+    predicted: Mean
     uniform_attention: PerHead
     uniform_output: PerHead | None
 
@@ -236,16 +236,16 @@ def attention_error(
         lambda x: np.asarray(x, np.float64).reshape(*lead, *x.shape[1:]), (sums, norms)
     )
 
-    def estimate(name: str, size: Any, first: int = 0) -> Estimate:
+    def estimate(name: str, size: Any, first: int = 0) -> Mean:
         sample = sums[name][..., first:] / np.asarray(size)[..., None]
-        return Estimate(sample.mean(-1), sample.std(-1, ddof=1) / math.sqrt(sample.shape[-1]))
+        return Mean(sample.mean(-1), sample.std(-1, ddof=1) / math.sqrt(sample.shape[-1]))
 
     square, its_error = estimate("row_sum", norms["rows"])
     row_sum = np.sqrt(square)
     return AttentionError(
         attention=estimate("attention", norms["attention"]),
         output=None if value is None else estimate("output", norms["output"]),
-        row_sum=Estimate(row_sum, its_error / np.maximum(2 * row_sum, 1e-30)),
+        row_sum=Mean(row_sum, its_error / np.maximum(2 * row_sum, 1e-30)),
         variance=estimate("variance", norms["rows"], 1),
         covariance=estimate("covariance", norms["rows"], 1),
         predicted=estimate("predicted", norms["attention"], 1),

@@ -91,7 +91,7 @@ def test_each_head_has_its_own_kernel_and_frequencies(implementation):
         per_head = features.modulate(
             walks, lambda length: jax.vmap(lambda s: kernels.Diffusion(s)(length))(sigmas)
         )
-        mask = features.Estimate(per_head)
+        mask = features.EstimatedKernel(per_head)
         for sigma, phi in zip(sigmas, per_head.to_dense(), strict=True):
             alone = features.modulate(walks, kernels.Diffusion(float(sigma))).to_dense()
             np.testing.assert_allclose(phi, alone, rtol=1e-12)
@@ -153,7 +153,7 @@ def test_calibration_changes_the_features_alone(implementation):
         if implementation != "dense":
             nodes = jnp.arange(NUM_NODES)
             star = features.Features(nodes, jnp.zeros_like(nodes), jnp.ones(NUM_NODES), NUM_NODES)
-            mask = features.Estimate(star)
+            mask = features.EstimatedKernel(star)
             np.testing.assert_array_equal(mask.gram(), ones)
         else:
             mask = ones
@@ -227,7 +227,10 @@ def test_gradients(implementation):
         def loss(q, k, v, w, f, walks_given):
             chosen = walks_given if implementation == "visits" else walks
             phi = features.modulate(chosen, lambda n: jnp.pad(f, [(0, 0), (0, n - f.shape[1])]))
-            mask, how = features.Estimate(phi), "dense" if implementation == "dense" else "sparse"
+            mask, how = (
+                features.EstimatedKernel(phi),
+                "dense" if implementation == "dense" else "sparse",
+            )
             found = masked_attention(q, k, v, w, mask, implementation=how)
             return jnp.sum(found * target)
 
@@ -240,7 +243,7 @@ def test_gradients(implementation):
 
 def test_hubs_are_summed_over_visits():
     """A star has N^2 pairs that meet in the middle, and 2 N visits."""
-    mask = features.Estimate(
+    mask = features.EstimatedKernel(
         features.Features(jnp.arange(99), jnp.zeros(99, jnp.int32), jnp.ones(99), 99)
     )
     assert attention.link(mask, 98) is None

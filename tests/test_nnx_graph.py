@@ -88,5 +88,5 @@ def test_a_mask_of_the_call_replaces_that_of_the_layer():
 def test_the_initial_kernel_is_diffusion():
     """The coefficients are those of its root; the rest of the series is below 1e-6."""
     model = layer(mask=WALKS)
-    estimate = features.Estimate(features.modulate(WALKS, kernels.Diffusion(1.0)))
+    estimate = features.EstimatedKernel(features.modulate(WALKS, kernels.Diffusion(1.0)))
     np.testing.assert_allclose(model(X), model(X, estimate), atol=1e-4)

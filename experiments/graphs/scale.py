@@ -173,13 +173,15 @@ def masked(name: str, graph: Graph, width: int = 32) -> dict:
     query, key, value = jax.random.normal(jax.random.key(1), (3, n, 1, width))
     frequencies = frequency_couplings.get("pm")(jax.random.key(2), width, width)
     f, begin = kernels.Diffusion(1.0)(16), time.perf_counter()
-    links = link(features.Estimate(features.modulate(drawn, kernels.Diffusion(1.0))))
+    links = link(features.EstimatedKernel(features.modulate(drawn, kernels.Diffusion(1.0))))
     row: dict = {"graph": name, "nodes": n, "edges": edges, "links, s": time.perf_counter() - begin}
 
     def forward(query, key, value, f, drawn, links):
         phi = features.modulate(drawn, lambda length: jnp.pad(f, (0, length - len(f))))
         options: Any = dict(implementation="sparse", links=links)
-        return masked_attention(query, key, value, frequencies, features.Estimate(phi), **options)
+        return masked_attention(
+            query, key, value, frequencies, features.EstimatedKernel(phi), **options
+        )
 
     def backward(*args):
         return jax.grad(lambda *x: jnp.sum(forward(*x) ** 2), argnums=(0, 1, 2, 3))(*args)

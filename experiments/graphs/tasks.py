@@ -35,7 +35,7 @@ import numpy as np
 from experiments.common import harness, launch, statistics
 from experiments.graphs import data
 from performer.graphs import Graph, graph_random_features, kernels, tasks
-from performer.graphs.features import Estimate
+from performer.graphs.features import EstimatedKernel
 from performer.typing import Key
 
 P_HALT = 0.5
@@ -115,7 +115,7 @@ def clustering_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.
 
 
 @jax.jit
-def _labels(key: Key, kernel: jax.Array | Estimate) -> jax.Array:
+def _labels(key: Key, kernel: jax.Array | EstimatedKernel) -> jax.Array:
     return tasks.kernel_kmeans(key, kernel, num_clusters=CLUSTERS, num_starts=1).labels
 
 
@@ -146,7 +146,7 @@ def _mean_angles(estimates: np.ndarray, normals: np.ndarray, hidden: np.ndarray)
 
 def _estimate(
     key: Key, graph: Graph, kernel: kernels.Modulation, m: int, coupling: str, count: int = 1
-) -> Estimate:
+) -> EstimatedKernel:
     """Estimate the kernel of `count` copies of the graph by m walks from each node."""
     options: Any = dict(num_walks=m, p_halt=P_HALT, coupling=coupling)
     return graph_random_features(key, data.copies(graph, count), kernel, **options)

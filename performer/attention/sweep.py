@@ -84,7 +84,7 @@ class Near(NamedTuple):
     scale: float
 
 
-class Block(NamedTuple):
+class Chunks(NamedTuple):
     """A block of chunks; in a scan, the axis of the blocks comes first."""
 
     query: Array
@@ -141,7 +141,7 @@ class WithinChunk(NamedTuple):
         return logits if self.allowed is None else jnp.where(self.allowed, logits, -jnp.inf)
 
 
-Within = Callable[[State, Block, Split, KeyFeatures, WithinChunk], State]
+Within = Callable[[State, Chunks, Split, KeyFeatures, WithinChunk], State]
 """(rows with the far keys, block, features of queries and of keys, pairs) -> rows with all keys."""
 
 
@@ -191,7 +191,7 @@ def sweep(
         near_keys = jax.tree.map(partial(chunks, neighbours=sides), near_keys)
         if segments is not None:
             near_segments = chunks(pad(segments, s, more + s)[..., None], sides)[:, 0]
-    xs = Block(queries, state_keys, chunk_segments, near_keys, near_segments)
+    xs = Chunks(queries, state_keys, chunk_segments, near_keys, near_segments)
     within = by_logits(near.scale) if near else by_features(maps, plan.robust)
     start, later, kept = _at_end(ends[0], xs, 0), None, None
     if ends[1] is not None:
@@ -226,7 +226,7 @@ def _block(
     within: Within,
     groups: int,
     before: Incoming,
-    x: Block,
+    x: Chunks,
     later: Incoming | None,
     kept: ChunkStates | None,
 ) -> tuple[Incoming, State]:
@@ -261,7 +261,7 @@ def _key_features(key_map: Features, keys: Keys) -> KeyFeatures:
 # States outside the chunk
 
 
-def _at_end(end: State, xs: Block, side: int) -> Incoming:
+def _at_end(end: State, xs: Chunks, side: int) -> Incoming:
     """States that enter at one end of the sequence, where no chunk is waiting."""
     end, waiting = jax.tree.map(flat, end), None
     segment = None if xs.segments is None else xs.segments[side, :, side, side]
@@ -273,7 +273,7 @@ def _at_end(end: State, xs: Block, side: int) -> Incoming:
 
 
 def _after_blocks(
-    key_map: Features, xs: Block, end: Incoming, keep: bool
+    key_map: Features, xs: Chunks, end: Incoming, keep: bool
 ) -> tuple[Incoming, ChunkStates | None]:
     """States of the keys after each block; to `keep`, those of its chunks."""
 
@@ -363,7 +363,7 @@ def _far_rows(split: Split, sides, segments: Array | None, dtype: jnp.dtype) -> 
 
 
 def _pairs_within(
-    x: Block, log_decay: Array | None, groups: int, is_causal: bool
+    x: Chunks, log_decay: Array | None, groups: int, is_causal: bool
 ) -> tuple[WithinChunk, Array | None, Array | None]:
     """Pairs within a chunk; log-decays of queries since the keys before it, until those after."""
     s, start = x.keys.key.shape[-2], 0
@@ -392,7 +392,7 @@ def _for_groups(x: Array, groups: int, axis: int = -1) -> Array:
 def by_logits(scale: float) -> Within:
     """Exact keys of the chunk and its neighbours."""
 
-    def within(far, x: Block, query_split, key_features, pairs: WithinChunk) -> State:
+    def within(far, x: Chunks, query_split, key_features, pairs: WithinChunk) -> State:
         key, value, log_weights = jax.tree.map(flat, cast(Keys, x.near)[:3])
         logits = dot("...th,...sh->...ts", flat(x.query), key, x.query.dtype) * scale
         logits = pairs.masked(logits + log_weights[..., None, :])
@@ -412,7 +412,7 @@ def softmax_rows(logits: Array, value: Array, equation: str = "...ts,...sv->...t
 def by_features(maps: tuple[Features, Features], robust: bool) -> Within:
     """Keys of the chunk by their features; `robust` computes lost rows in logarithms."""
 
-    def within(far, x: Block, query_split, keys: KeyFeatures, pairs: WithinChunk) -> State:
+    def within(far, x: Chunks, query_split, keys: KeyFeatures, pairs: WithinChunk) -> State:
         dtype, least = operand_dtype(keys.value), UNSURE if robust else LOST
         weights, maximum, below = _kernel(query_split, keys.split, pairs, least, dtype)
         weights = weights.astype(dtype)
@@ -458,7 +458,7 @@ def _kernel(
     return weights / total[..., None], maximum, below
 
 
-def _in_logarithms(maps, x: Block, pairs: WithinChunk, lost: Array, rows: State) -> State:
+def _in_logarithms(maps, x: Chunks, pairs: WithinChunk, lost: Array, rows: State) -> State:
     """The rows of a block, lost ones with the keys of their chunk, pair by pair."""
     query_split = jax.tree.map(flat, maps[0](x.query))
     key_split, value, _ = _key_features(maps[1], x.keys)

@@ -34,7 +34,7 @@ from performer import calibration as calibrations
 from performer.attention.maps import features_of
 from performer.choices import unknown
 from performer.features import FeatureMap, Split
-from performer.graphs.features import Estimate, Features
+from performer.graphs.features import EstimatedKernel, Features
 from performer.numerics import dot, exponentials, finite, normalised
 
 DENSE = 1024
@@ -66,7 +66,7 @@ def masked_attention(
     key: Float[Array, "*b s k h"],
     value: Float[Array, "*b s k v"],
     frequencies: Float[Array, "*n m h"],
-    mask: Estimate | Float[Array, "*k t s"],
+    mask: EstimatedKernel | Float[Array, "*k t s"],
     *,
     key_mask: ArrayLike | None = None,
     scale: float | None = None,
@@ -131,18 +131,18 @@ def masked_attention(
         feature_map=feature_map,
     )
     _check_mask(mask, query.shape[-3], key.shape[-3], query.shape[-2])
-    if not isinstance(mask, Estimate) and implementation == "sparse":
+    if not isinstance(mask, EstimatedKernel) and implementation == "sparse":
         raise ValueError("implementation='sparse' needs walks, and this mask is a dense matrix")
     sparse = implementation == "sparse" or (implementation is None and query.shape[-3] > DENSE)
-    sparse = sparse and isinstance(mask, Estimate)
+    sparse = sparse and isinstance(mask, EstimatedKernel)
     if sparse and links is None:
-        links = link(cast(Estimate, mask), min(frequencies.shape[-2], value.shape[-1]))
+        links = link(cast(EstimatedKernel, mask), min(frequencies.shape[-2], value.shape[-1]))
     output = _attention(*given, mask, links, sparse).astype(value.dtype)
     return output.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _check_mask(mask: Estimate | Array, t: int, s: int, n: int) -> None:
-    heads = mask.left.value.shape[:-1] if isinstance(mask, Estimate) else mask.shape[:-2]
+def _check_mask(mask: EstimatedKernel | Array, t: int, s: int, n: int) -> None:
+    heads = mask.left.value.shape[:-1] if isinstance(mask, EstimatedKernel) else mask.shape[:-2]
     if not mask.shape[-2:] == (t, t) == (s, s) or heads not in ((), (n,)):
         raise ValueError(
             f"the mask is {(*heads, *mask.shape[-2:])} for {t} queries and {s} keys of {n} heads:"
@@ -156,7 +156,7 @@ def _attention(
     query: Split,
     key: Split,
     value: Float[Array, "n b s v"],
-    mask: Estimate | Array,
+    mask: EstimatedKernel | Array,
     links: Links | None,
     sparse: bool,
 ) -> Float[Array, "b t n v"]:
@@ -169,8 +169,8 @@ def _sums(query: Split, key: Split, value, mask, links, sparse) -> tuple[Array, 
     (n, b, t, v), dtype = value.shape, value.dtype
     value = jnp.concatenate([value, jnp.ones((n, b, t, 1), dtype)], axis=-1)
     if not sparse:
-        return _dense(query, key, value, mask.gram() if isinstance(mask, Estimate) else mask)
-    left, right = _phi(cast(Estimate, mask))
+        return _dense(query, key, value, mask.gram() if isinstance(mask, EstimatedKernel) else mask)
+    left, right = _phi(cast(EstimatedKernel, mask))
     heads = lambda y: jnp.broadcast_to(y, (n, b, *y.shape[-1:])).reshape(n * b, -1)  # noqa: E731
     per_head = [y.value if y.value.ndim == 1 else y.value[:, None] for y in (left, right)]
     per_head = [heads(y.astype(dtype)) for y in per_head]
@@ -203,7 +203,7 @@ def _dense(query: Split, key: Split, value: Array, mask: Array) -> tuple[Array, 
     return dot("nbts,nbsv->nbtv", weights, value, value.dtype), top[..., 0]
 
 
-def _phi(mask: Estimate) -> tuple[Features, Features]:
+def _phi(mask: EstimatedKernel) -> tuple[Features, Features]:
     """Phi of queries and of keys, whose product is the mask (times 2 for two ensembles)."""
     one, two = mask.left, mask.right
     if two is None:
@@ -218,7 +218,7 @@ def _phi(mask: Estimate) -> tuple[Features, Features]:
     return beside(one, two), beside(two, one)
 
 
-def link(mask: Estimate, most: int = 32) -> Links | None:
+def link(mask: EstimatedKernel, most: int = 32) -> Links | None:
     """Find the pairs of nodes whose walks meet, for sums over pairs.
 
     The values of the mask are ignored: pairs serve all modulations of the same walks.

@@ -73,7 +73,7 @@ class Features:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Estimate:
+class EstimatedKernel:
     """An estimated kernel: Phi Phi^T, or of two ensembles (Phi_1 Phi_2^T + Phi_2 Phi_1^T) / 2."""
 
     left: Features
@@ -109,7 +109,7 @@ def graph_random_features(
     steps: walks.Steps = "uniform",
     adjacency: Literal["normalised", "weights"] = "normalised",
     unbiased_diagonal: bool = False,
-) -> Estimate:
+) -> EstimatedKernel:
     """Estimate a kernel between all nodes by random walks.
 
     Call it outside `jit`: the lengths of the walks decide the shapes. The result is a pytree, and
@@ -144,9 +144,9 @@ def graph_random_features(
     else:
         kernels.require_radius(kernel, 1.0)
     if not unbiased_diagonal:
-        return Estimate(modulate(sampled(key), kernel))
+        return EstimatedKernel(modulate(sampled(key), kernel))
     left, right = (modulate(sampled(half), kernel) for half in jax.random.split(key))
-    return Estimate(left, right)
+    return EstimatedKernel(left, right)
 
 
 def sample(

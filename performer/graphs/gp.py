@@ -93,7 +93,7 @@ def _condition(
 
 def sample(
     key: Key,
-    kernel: features.Estimate,
+    kernel: features.EstimatedKernel,
     observed: Int[ArrayLike, " n"],
     y: Num[ArrayLike, " n"],
     noise_scale: ArrayLike,
@@ -153,7 +153,7 @@ def _sample(key, kernel, near, observed, y, noise_scale, output_scale, tolerance
     return (prior + output_scale**2 * correction).T, residual
 
 
-def _rows(kernel: features.Estimate, nodes: Array) -> features.Estimate:
+def _rows(kernel: features.EstimatedKernel, nodes: Array) -> features.EstimatedKernel:
     """Return the estimate without the features of other nodes; between these it is the same."""
     phi = kernel.left
     chosen = np.zeros(phi.num_nodes, bool)
@@ -162,7 +162,7 @@ def _rows(kernel: features.Estimate, nodes: Array) -> features.Estimate:
     start, node, value = (
         jnp.asarray(np.asarray(x)[kept]) for x in (phi.start, phi.node, phi.value)
     )
-    return features.Estimate(features.Features(start, node, value, phi.num_nodes))
+    return features.EstimatedKernel(features.Features(start, node, value, phi.num_nodes))
 
 
 def solve(
@@ -249,7 +249,7 @@ def fit(
 def _loss(scales: Scales, key: Key, data: list[Any], kernel, num_probes, tolerance) -> Array:
     """Return (mean_z (C^{-1} z)^T C z - alpha^T C alpha) / 2 n; its gradient is -d log p / n."""
     sampled, observed, y = data
-    estimate = features.Estimate(features.modulate(sampled, kernel(scales.lengthscale)))
+    estimate = features.EstimatedKernel(features.modulate(sampled, kernel(scales.lengthscale)))
     system = _system(estimate, observed, scales.output_scale, scales.noise_scale)
     signs = jax.random.rademacher(key, (len(y), num_probes), y.dtype)
     right = jnp.concatenate([y[:, None], signs], axis=1)

@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.graphs import features, kernels, masked_attention, rotary
-from performer.graphs.features import Estimate
+from performer.graphs.features import EstimatedKernel
 from performer.graphs.walks import Walks
 from performer.nnx.layer import Frequencies, PerformerAttention
 from performer.typing import Coupling
 
-Mask = Walks | Estimate | Array
+Mask = Walks | EstimatedKernel | Array
 """Walks, whose modulation the layer learns, a kernel estimate, or a dense matrix."""
 
 
@@ -115,7 +115,7 @@ class GraphAttention(nnx.Module):
             mask = self.modulated(mask)
         return self.output(self.attend(query, key, value, mask, key_mask))
 
-    def modulated(self, walks: Walks) -> Estimate:
+    def modulated(self, walks: Walks) -> EstimatedKernel:
         """Return the mask of each head: the walks with its learned modulation."""
         f = jnp.exp(self.modulation[...])
 
@@ -123,7 +123,7 @@ class GraphAttention(nnx.Module):
             kept = f[:, :length]
             return jnp.pad(kept, ((0, 0), (0, length - kept.shape[1])))
 
-        return Estimate(features.modulate(walks, modulation))
+        return EstimatedKernel(features.modulate(walks, modulation))
 
     def attend(
         self, query: Array, key: Array, value: Array, mask: Any, key_mask: ArrayLike | None
