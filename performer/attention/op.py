@@ -35,6 +35,7 @@ from performer.attention.state import (
     Keys,
     State,
     WindowState,
+    attend,
     by_block,
     combine,
     extended,
@@ -423,7 +424,7 @@ def _attend(
     def divided(query: Float[Array, "b t k g h"], rows: State) -> Float[Array, "b t k g v"]:
         for some in selected:
             rows = combine(rows, exact_rows(query, some, scale))
-        return ratio(rows, dtype).astype(dtype)
+        return ratio(rows).astype(dtype)
 
     later_keys = not is_causal and keys.log_decay is not None
     if (exact.window and streams) or (
@@ -437,13 +438,18 @@ def _attend(
         assert not isinstance(state, WindowState)
         state = nothing if state is None else state
         state = _with_all_keys(maps[1], keys, state, nothing, plan, is_causal)
-        rows_of = partial(look_up, maps[0], state=state, dtype=dtype)
-        output = by_block(lambda query: divided(query, rows_of(query)), query, plan.block)
+
+        def of_block(query):
+            if selected:
+                return divided(query, look_up(maps[0], query, state, dtype))
+            return attend(maps[0], query, state, dtype).astype(dtype)
+
+        output = by_block(of_block, query, plan.block)
     if order is not None:
         output = take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
     if r := exact.rows:
         rows = exact_rows(query[:, :r], Selected(counted(x.keys)), scale)
-        output = output.at[:, :r].set(ratio(rows, dtype).astype(dtype))
+        output = output.at[:, :r].set(ratio(rows).astype(dtype))
     return output.reshape(b, t, n, v), state
 
 

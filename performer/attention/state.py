@@ -2,9 +2,10 @@
 
     summarise   keys -> state           every feature attends over the keys
     look_up     queries, state -> rows  every query attends over the features
+    attend      the same and `ratio`    with a derivative of its own in bfloat16
     by_block    a function of queries, block by block
     combine     the state of the keys of two states; also the rows of two sets of keys
-    ratio       rows -> output: the only division
+    ratio       rows -> output          the division
 
 Heads come first, (k, b, ..., t, h), so that a projection with one draw per head is one batched
 product. The log-weight of a key is added to its exponents; -inf removes it from numerator,
@@ -118,25 +119,9 @@ def combine(left: State, right: State) -> State:
     )
 
 
-def ratio(rows: State, dtype: jnp.dtype | None = None) -> Float[Array, "*t v"]:
-    """Return the output of attention: numerator / normaliser, 0 for a query without keys.
-
-    `dtype` is that of the operands of large products: if it is bfloat16, gradients are rounded
-    here, once, so that the numerator and the normaliser have the same.
-    """
-    divide = _normalised_narrow if dtype == jnp.bfloat16 else normalised
-    return divide(rows.numerator, rows.normaliser)
-
-
-_normalised_narrow = jax.custom_jvp(normalised)
-
-
-@_normalised_narrow.defjvp
-def _(primals, tangents):
-    (numerator, denominator), (d_numerator, d_denominator) = primals, tangents
-    output = normalised(numerator, denominator)
-    change = d_numerator - output * d_denominator[..., None]
-    return output, normalised(rounded(change), denominator)
+def ratio(rows: State) -> Float[Array, "*t v"]:
+    """Return the output of attention: numerator / normaliser, 0 for a query without keys."""
+    return normalised(rows.numerator, rows.normaliser)
 
 
 # Keys -> state
@@ -207,17 +192,41 @@ def look_up(
     The g query heads of a key head share its state. `dtype` is that of the operands of large
     products.
     """
+    weights, maximum, s, z = _weights(query_map, query, state)
+    over_features = _over_features_narrow if dtype == jnp.bfloat16 else _over_features
+    sums = over_features(weights, s, z, dtype)
+    return State(*(_tokens_first(x, query) for x in (maximum, *sums)))
+
+
+def attend(
+    query_map: Features, query: Float[Array, "b t k g h"], state: State, dtype: jnp.dtype
+) -> Float[Array, "b t k g v"]:
+    """Return ratio(look_up(...)), as one function with one derivative if `dtype` is bfloat16.
+
+    That rounds the change of the output, not those of numerator and normaliser, which cancel.
+    """
+    weights, _, s, z = _weights(query_map, query, state)
+    output = _output_narrow if dtype == jnp.bfloat16 else _output
+    return _tokens_first(output(weights, s, z, dtype), query)
+
+
+def _weights(query_map: Features, query: Array, state: State):
+    """Weights of the features (k, b, t g, m), their maxima, and the sums s and z of the state."""
     b, t, k, g, h = query.shape
     # (b, t, k, g, h) -> (k, b, t g, h): the query heads of a key head are rows
     split = query_map(heads_first(query).reshape(k, b, t * g, h))
     (exponent, factor), (c, s, z) = jax.tree.map(flat, (split, tuple(state)))
     exponent = exponent + c[..., None, :]
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
-    weights = exponentials((exponent, factor), maximum)
-    rows = maximum[..., 0], *_over_features(weights, s, z, dtype)
-    # (k b, t g, ...) -> (b, t, k, g, ...)
-    apart = (x.reshape(k, b, t, g, *x.shape[rows[0].ndim :]) for x in rows)
-    return State(*(x.transpose(1, 2, 0, 3, *range(4, x.ndim)) for x in apart))
+    return exponentials((exponent, factor), maximum), maximum[..., 0], s, z
+
+
+def _tokens_first(x: Array, query: Float[Array, "b t k g h"]) -> Float[Array, "b t k g *v"]:
+    """(k, b, t g, ...) -> (b, t, k, g, ...), also with k and b as one axis."""
+    b, t, k, g, _ = query.shape
+    rows = 2 if 1 in (k, b) else 3
+    x = x.reshape(k, b, t, g, *x.shape[rows:])
+    return x.transpose(1, 2, 0, 3, *range(4, x.ndim))
 
 
 def by_block(
@@ -240,21 +249,53 @@ def by_block(
 
 
 def _over_features(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """sum_j a_j s_j, sum_j a_j z_j.
-
-    In bfloat16 the product is taken of z_j - c s_j, with c the mean of the values, sum z / sum s:
-    relative to it all z_j are small, and so is what rounding costs, in gradients above all.
-    """
+    """sum_j a_j s_j, sum_j a_j z_j."""
     normaliser = dot("...tm,...m->...t", weights, s, s.dtype)
-    if dtype != jnp.bfloat16:
-        z = transposed(z.astype(dtype))
-        return normaliser, dot("...tm,...vm->...tv", weights.astype(dtype), z, dtype)
-    total = jnp.sum(s, axis=-1)[..., None]
-    mean = jnp.sum(z, axis=-2) / jnp.where(total == 0, 1.0, total)
-    mean = jax.lax.stop_gradient(mean)[..., None, :]
-    near = transposed(z - mean * s[..., None])
-    numerator = dot("...tm,...vm->...tv", weights, near, dtype)
+    z = transposed(z.astype(dtype))
+    return normaliser, dot("...tm,...vm->...tv", weights.astype(dtype), z, dtype)
+
+
+def _over_features_narrow(weights: Array, s: Array, z: Array, dtype: jnp.dtype):
+    """The same, with products of z_j - c s_j, where c is the mean of the values: sum z / sum s.
+
+    Relative to it all z_j are small, and so is what rounding costs, in gradients above all.
+    """
+    mean = jax.lax.stop_gradient(_mean(s, z))
+    normaliser, numerator = _over_features(weights, s, z - mean * s[..., None], dtype)
     return normaliser, numerator + mean * normaliser[..., None]
+
+
+def _mean(s: Array, z: Array) -> Float[Array, "... 1 v"]:
+    """Mean of the values over all features."""
+    total = jnp.sum(s, axis=-1)[..., None]
+    return (jnp.sum(z, axis=-2) / jnp.where(total == 0, 1.0, total))[..., None, :]
+
+
+def _output(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> Array:
+    """sum_j a_j z_j / sum_j a_j s_j."""
+    normaliser, numerator = _over_features(weights, s, z, dtype)
+    return normalised(numerator, normaliser)
+
+
+_output_narrow = jax.custom_jvp(_output, nondiff_argnums=(3,))
+
+
+@_output_narrow.defjvp
+def _(dtype, primals, tangents):
+    """sum_j a_j s_j do = sum_j (z_j - o s_j) da_j + ..., relative to the mean of the values.
+
+    Relative to it, o and all z_j are small, and rounding costs little.
+    """
+    (weights, s, z), (d_weights, ds, dz) = primals, tangents
+    mean = _mean(s, z)
+    near, d_near = z - mean * s[..., None], dz - mean * ds[..., None]
+    over_z = partial(dot, "...tm,...mv->...tv", dtype=dtype)
+    over_s = partial(dot, "...tm,...m->...t", dtype=s.dtype)
+    denominator = over_s(weights, s)
+    change = over_z(d_weights, near) + over_z(weights, d_near)
+    d_denominator = (over_s(d_weights, s) + over_s(weights, ds))[..., None]
+    change -= normalised(over_z(weights, near), denominator) * d_denominator
+    return normalised(over_z(weights, z), denominator), normalised(rounded(change), denominator)
 
 
 def transposed(z: Array) -> Array:
