@@ -32,4 +32,4 @@ def serve(monkeypatch, names, m, d, draws):
         assert asked == (m, d, draws, 0)
         return table[coupling]
 
-    monkeypatch.setattr(testing, "_drawn", given)
+    monkeypatch.setattr(testing.couplings, "_drawn", given)

@@ -14,7 +14,7 @@ import pytest
 
 from performer import performer_attention
 from performer.calibration import calibrate
-from tests import oracles
+from performer.testing import reference_attention
 from tests.attention_inputs import (
     MAPS,
     OWN,
@@ -122,7 +122,7 @@ def adversarial(t=64):
 
 def test_early_queries_keep_their_precision():
     args = adversarial()
-    want, _ = oracles.full_attention(*args, is_causal=True)
+    want = reference_attention(*args, is_causal=True)
     got = performer_attention(*args, is_causal=True)
     assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
 
@@ -135,7 +135,7 @@ def test_relative_error_against_float64(is_causal):
     frequencies = orthogonal(keys[3], 128, 64)
     for scale in (1.0, 3.0, 5.0):
         args = (scale * query, scale * key, value, frequencies)
-        want, _ = oracles.full_attention(*args, is_causal=is_causal)
+        want = reference_attention(*args, is_causal=is_causal)
         got = optimised(*args, is_causal=is_causal)
         assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
@@ -177,20 +177,11 @@ def test_gradients(name, small_chunks):
     def loss(arrays):
         return jnp.sum(jnp.sin(performer_attention(**arrays, **options)[:, rows]))
 
-    ids = options.get("segment_ids", np.zeros((2, 14), int))
-    exact = oracles.exact_pairs(ids, *WINDOW.values()) if "window" in name else None
+    of_product = ("implementation",)
 
-    def oracle(log_decay=None, key_log_weights=None, **arrays):
-        output, _ = oracles.full_attention(
-            **arrays,
-            log_weights=key_log_weights,
-            segments=(ids, ids),
-            is_causal=options.get("is_causal", False),
-            scale=options.get("scale"),
-            exact=exact,
-            bias=None if log_decay is None else oracles.decay(ids, log_decay, 4),
-        )
-        return np.sin(output[:, rows]).sum()
+    def oracle(**arrays):
+        given = {name: x for name, x in options.items() if name not in of_product}
+        return np.sin(reference_attention(**arrays, **given)[:, rows]).sum()
 
     gradients = jax.jit(jax.grad(loss))(arrays)
     if "log-weights" in name:

@@ -21,6 +21,7 @@ from performer import features, performer_attention
 from performer.attention import Exact, State, refusals, sizes
 from performer.calibration import Calibration, calibrate, pair_moments, parts
 from performer.nnx import PerformerAttention
+from performer.testing import reference, reference_attention
 from tests import oracles
 from tests.attention_inputs import feature_map
 from tests.covering import covering_array, random_row
@@ -270,19 +271,22 @@ def arrays_of(case, size, rng):
     return arrays
 
 
-def pairs_of(case, size, arrays):
-    """Exact pairs, and biases of places, as the oracle takes them."""
-    ids, pairs = arrays.get("segments", [np.zeros((size.b, size.t), int)])[0], {}
-    if case["exact"].window or case["exact_rows"] or case["exact_keys"]:
-        pairs["exact"] = np.broadcast_to(np.arange(size.t) < case["exact_rows"], ids.shape)
-        pairs["exact"] = np.repeat(pairs["exact"][..., None], size.s, axis=2)
-    if case["exact"].window:
-        pairs["exact"] |= oracles.exact_pairs(ids, *case["exact"][:2])
-    if "alibi_slopes" in arrays:
-        pairs["bias"] = oracles.alibi(ids, arrays["alibi_slopes"])
-    elif "log_decay" in arrays:
-        pairs["bias"] = oracles.decay(ids, arrays["log_decay"], size.n)
-    return pairs
+def of_reference(case, arrays):
+    """Options of the reference, which takes those of `performer_attention`."""
+    names = ("weights", "calibration", "alibi_slopes", "log_decay", "query_frequencies", "earlier")
+    options = {name: arrays.get(name) for name in names}
+    if "mask" in arrays:
+        options["mask"] = arrays["mask"][:, None, None]
+    if "segments" in arrays:
+        options["segment_ids"] = tuple(arrays["segments"])
+    return options | dict(
+        key_value_seq_lengths=arrays.get("lengths"),
+        key_log_weights=arrays.get("log_weights"),
+        feature_map=oracles.own_features if case["feature_map"] == "own" else case["feature_map"],
+        is_causal="causal" in case["order"],
+        with_bound=True,
+        **{name: case[name] for name in ("scale", "stabilizer")},
+    )
 
 
 def in_package(case, size, arrays):
@@ -371,28 +375,24 @@ def off(case, size, rng):
 def _off(case, size, rng):
     arrays = arrays_of(case, size, rng)
     unit = UNITS.get(case["dtype"], 2.0**-8)
-    of_oracle = ("mask", "lengths", "log_weights", "segments", "earlier", "query_frequencies")
     tokens = [arrays[name] for name in ("query", "key", "value", "frequencies")]
-    oracle = options_of(case, arrays) | {name: arrays.get(name) for name in of_oracle}
-    oracle |= dict(is_causal="causal" in case["order"], stabilizer=case["stabilizer"])
-    pairs, keys = pairs_of(case, size, arrays), 0
+    options, keys, chosen = of_reference(case, arrays), 0, None
     if case["exact_keys"]:
         units = np.broadcast_to(np.eye(size.s)[:, None], (size.b, size.s, size.k, size.s))
-        matrix, off_by = oracles.full_attention(*tokens[:2], units, tokens[3], **oracle)
+        matrix, off_by = reference_attention(*tokens[:2], units, tokens[3], **options)
         heads, off_by = state_heads(case, size), FAR * unit * off_by
         keys, chosen = oracles.heaviest(matrix, off_by, heads)
-        pairs["exact"] = pairs["exact"][:, None] | chosen
+    near = dict(zip(("exact_window", "exact_first"), case["exact"][:2], strict=True))
+    near |= dict(exact_rows=case["exact_rows"])
     given = {
         name: jax.tree.map(jnp.asarray, x) for name, x in in_package(case, size, arrays).items()
     }
     static = dict(
         is_causal="causal" in case["order"],
-        **{name: case[name] for name in ("scale", "stabilizer", "return_state", "exact_rows")},
+        **{name: case[name] for name in ("scale", "stabilizer", "return_state", "implementation")},
         feature_map=feature_map(case["feature_map"]),
-        implementation=case["implementation"],
-        exact_window=case["exact"].window,
-        exact_first=case["exact"].first,
         exact_keys=keys,
+        **near,
     )
     factor_of = {name: factor for factor, names in ARGUMENTS.items() for name in names}
     level_of = {name: case[factor_of.get(name, name)] for name in given}
@@ -409,7 +409,7 @@ def _off(case, size, rng):
         got = (jax.jit(attend) if case["jit"] else attend)(traced)
     output, state = got if case["return_state"] else (got, None)
     assert output.dtype == given["value"].dtype
-    want, bound = oracles.full_attention(*tokens, **pairs, **oracle)
+    want, bound = reference_attention(*tokens, **options, **near, exact_pairs=chosen)
     error = np.abs(np.asarray(output, np.float64).reshape(want.shape) - want).max(axis=-1)
     assert not np.any(np.isnan(error))
     bound = unit * (bound + 2 * np.abs(want).max(axis=-1)) + 1e-30
@@ -672,7 +672,7 @@ def test_options_of_the_layer(number):
         now = layer.statistics["moments"][...]
         want = twice if case["training"] else once
         np.testing.assert_allclose(now, want if heads else want[0], atol=1e-5)
-        leaves = oracles.leaves(fitted, h)
+        leaves = [np.asarray(x) for x in reference._leaves(fitted, h)]
         got = dict(calibration=leaves)
         for head, of_head in enumerate(moments):
             expected = oracles.calibration(of_head / of_head[0, 0], method)
@@ -681,9 +681,8 @@ def test_options_of_the_layer(number):
             np.testing.assert_allclose(mine[1], expected[1], atol=2e-4)
             np.testing.assert_allclose(mine[4] @ mine[4].T, expected[3], atol=2e-3)
     for mine, options in ((first, {}), (output, got)):
-        want, _ = oracles.full_attention(
-            *tokens, layer.frequencies[...], mask=exists, is_causal=case["is_causal"], **options
-        )
+        options |= dict(mask=exists[:, None, None], is_causal=case["is_causal"])
+        want = reference_attention(*tokens, layer.frequencies[...], **options)
         np.testing.assert_allclose(mine, want, atol=5e-5)
 
 

@@ -18,7 +18,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from performer import calibration, performer_attention
 from performer.attention import sizes
 from performer.attention.kernels import gpu, which
-from tests import attention_inputs, oracles
+from performer.testing import reference_attention
+from tests import attention_inputs
 from tests.attention_inputs import close, far_apart
 from tests.tiers import tiers
 
@@ -63,12 +64,10 @@ def test_values_against_the_oracle(platform, monkeypatch):
     options = dict(key_log_weights=log_weights, weights=jnp.arange(32.0))
     mask = rng.random((2, 30)) < 0.8
     got = performer_attention(*args, mask=mask[:, None, None], implementation=PALLAS, **options)
-    want, _ = oracles.full_attention(
-        *args, mask=mask, log_weights=log_weights, weights=options["weights"]
-    )
+    want = reference_attention(*args, mask=mask[:, None, None], **options)
     close(got, want)
     args = inputs(140, 140, n=2, m=16, b=1)  # two chunks, the second short
-    want, _ = oracles.full_attention(*args, is_causal=True)
+    want = reference_attention(*args, is_causal=True)
     close(performer_attention(*args, is_causal=True, implementation=PALLAS), want)
 
 

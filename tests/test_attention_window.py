@@ -15,7 +15,7 @@ from scipy import stats
 from performer import performer_attention
 from performer.attention import decay
 from performer.attention.state import State, combine
-from tests import oracles
+from performer.testing import reference_attention
 from tests.attention_inputs import SLOPES, M, close, far_apart, inputs
 from tests.tiers import tiers
 
@@ -91,23 +91,22 @@ IDS = np.repeat([[0, 1, 2]], [5, 1, 8], axis=1).repeat(2, axis=0)
 @pytest.mark.parametrize("case", tiers(["packed log-weights", "alibi", "log-weights", "elu+1"], 1))
 def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
     """Within the first-order bound of float32 up to norms where the default loses rows."""
-    given, oracle = dict(is_causal=True), dict(is_causal=True, scale=1.0)
+    given = dict(is_causal=True)
     if "packed" in case:
-        given, oracle = dict(segment_ids=IDS), dict(segments=(IDS, IDS), scale=1.0)
+        given = dict(segment_ids=IDS)
     if "log-weights" in case:
         rng = np.random.default_rng(7)
         log_weights = 100 * rng.standard_normal((2, 14, 4)).astype(np.float32)
         log_weights[0, 3:6, 0] = -np.inf
-        given["key_log_weights"] = oracle["log_weights"] = log_weights
+        given["key_log_weights"] = log_weights
     elif case == "alibi":
         given["alibi_slopes"] = SLOPES
-        oracle["bias"] = oracles.alibi(np.zeros((2, 14)), SLOPES)
     else:
-        given["feature_map"] = oracle["feature_map"] = case
+        given["feature_map"] = case
     ratios = {"robust": [], None: []}
     for norm in (1.0, 20.0, 60.0, 1e3):
         tokens = far_apart(norm)
-        want, bound = oracles.full_attention(*tokens, **oracle)
+        want, bound = reference_attention(*tokens, scale=1.0, with_bound=True, **given)
         for implementation, of_norms in ratios.items():
             got = performer_attention(*tokens, implementation=implementation, scale=1.0, **given)
             error = np.abs(got - want).max(axis=-1)

@@ -14,6 +14,7 @@ from performer import calibration, couplings, directions, performer_attention
 from performer.calibration import calibrate, fit, pair_moments
 from performer.nnx import PerformerAttention
 from performer.refinement import LEARNED
+from performer.testing import reference
 from tests import oracles
 
 METHODS = ["none", "shift", "scale", "tilt", "proposal", "shift+scale", "shift+traceless", "full"]
@@ -49,7 +50,7 @@ def frequencies_of(*heads):
 
 def parts_of(fitted, head):
     """c, M, M^-1, mu, S of one head in float64, identities for None."""
-    *leaves, root = oracles.leaves(jax.tree.map(lambda x: x[head], fitted), H)
+    *leaves, root = reference._leaves(jax.tree.map(lambda x: x[head], fitted), H)
     return *leaves, root @ root.T
 
 

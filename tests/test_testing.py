@@ -132,7 +132,7 @@ def test_marginals_raise_the_stated_alarms(monkeypatch):
 
     The rows of a draw depend on one another, through their directions and as w and -w.
     """
-    monkeypatch.setattr(testing, "FALSE_ALARM_RATE", 0.05)
+    monkeypatch.setattr(testing.couplings, "FALSE_ALARM_RATE", 0.05)
 
     def check(seed):
         testing.assert_gaussian_marginals("pm-antithetic", 4, 2, draws=300, seed=seed)
@@ -151,9 +151,11 @@ def test_squared_errors_raise_the_stated_alarms(name, m, d, monkeypatch):
     These have 200 draws each: of a z test 8% to 21% fail, 2% to 3% without the least deviation.
     """
     expected = float(theory.kernel_mse(name, *testing.general_points(d), m))
-    drawn = testing._squared_errors(name, m, d, "gaussian", 200 * 3000, 0).reshape(3000, 200)
-    monkeypatch.setattr(testing, "FALSE_ALARM_RATE", 0.01)
-    monkeypatch.setattr(testing, "_squared_errors", lambda *args: drawn[args[-1]])
+    drawn = testing.couplings._squared_errors(name, m, d, "gaussian", 200 * 3000, 0).reshape(
+        3000, 200
+    )
+    monkeypatch.setattr(testing.couplings, "FALSE_ALARM_RATE", 0.01)
+    monkeypatch.setattr(testing.couplings, "_squared_errors", lambda *args: drawn[args[-1]])
 
     def check(seed):
         testing.assert_mse(name, m, d, expected, draws=200, seed=seed)
