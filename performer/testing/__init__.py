@@ -17,6 +17,13 @@ References in float64, as the equations state them (`testing.reference`).
 All are plain functions that raise AssertionError: use them with pytest or without.
 """
 
+from performer.testing.attention import assert_attention_consistent as assert_attention_consistent
+from performer.testing.attention import assert_attention_error as assert_attention_error
+from performer.testing.attention import assert_attention_matches as assert_attention_matches
+from performer.testing.attention import assert_causal as assert_causal
+from performer.testing.attention import assert_layers_close as assert_layers_close
+from performer.testing.attention import assert_lower_attention_error as assert_lower_attention_error
+from performer.testing.attention import assert_streams as assert_streams
 from performer.testing.couplings import FALSE_ALARM_RATE as FALSE_ALARM_RATE
 from performer.testing.couplings import assert_gaussian_marginals as assert_gaussian_marginals
 from performer.testing.couplings import assert_lower_mse as assert_lower_mse
