@@ -72,7 +72,8 @@ def namespace(module):
     names |= {f"next_{name}": names[name][:, :1] for name in "qkv"}
     names |= {"w": normal(128, h), "random_key": jax.random.key(0)}
     path = module.__name__
-    if path.split(".")[-1] not in ("op", "calibration", "analysis"):
+    of_testing = ("performer.testing.attention", "performer.testing.reference")
+    if path.split(".")[-1] not in ("op", "calibration", "analysis") and path not in of_testing:
         names["key"] = jax.random.key(0)
     names |= {path.split(".")[-1]: module} | names  # by its own name, where that is free
     if path.startswith("performer.graphs."):

@@ -100,7 +100,7 @@ HINTS = {
     "causal mask": "A query that sees no key returns 0.",
     "causal": "Query i attends to the keys up to i.",
     "norms": "An epsilon, or one maximum for all features, changes the estimate of long vectors.",
-    "causal norms": "A maximum over a chunk loses early queries (implementation='robust' does not).",
+    "causal norms": "One maximum for a chunk loses early queries; 'robust' keeps them.",
     "grouped heads": "Each key head serves n / k consecutive query heads.",
     "cross attention": "The numbers of queries and keys differ.",
 }
