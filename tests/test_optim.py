@@ -33,6 +33,16 @@ def ones(settings):
     return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params)
 
 
+def test_distances_are_those_of_the_tree_that_is_trained(tiny):
+    """An optimiser of Flax passes arrays: the path of "position" ends with that name."""
+    settings = small_config(model=config.Model("XS/4", pre_logits=True))
+    params = nnx.state(shapes(settings, 5, 1), nnx.Param)
+    found = classification.distances(nnx.as_pure(params))
+    assert found["position"] == found["token"] == 3
+    assert {*jax.tree.leaves(found["blocks"][0])} == {2}
+    assert {*jax.tree.leaves([found["head"], found["norm"]])} == {0}
+
+
 @pytest.mark.thorough
 def test_layers_learn_by_their_distance_from_the_head(tiny):
     """Rate and decay of weights, against AdamW alone: 0.5 of it for each layer in between."""

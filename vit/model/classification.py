@@ -157,10 +157,10 @@ def distances(params: Any) -> Any:
     depth = 1 + max(path[1] for path in paths if path[0] == "blocks")
 
     def distance(path: tuple, _: Any) -> int:
-        top, number, *_ = name(path)
-        if top == "blocks":
-            return depth - number
-        return 0 if top in ("norm", "pool", "pre_logits", "head") else depth + 1
+        names = name(path)
+        if names[0] == "blocks":
+            return depth - names[1]
+        return 0 if names[0] in ("norm", "pool", "pre_logits", "head") else depth + 1
 
     return jax.tree.map_with_path(distance, params)
 
