@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -92,6 +93,18 @@ def test_class_folders_with_bad_files(source, tmp_path, capsys):
     assert rows(dataset.train) == want
     with pytest.raises(ValueError, match="unknown config.data.name 'pet'; did you mean 'pets'"):
         load(tmp_path / "out", "pet", "validation")
+
+
+def test_a_data_set_is_read_from_its_folder_whatever_its_name(source, tmp_path):
+    """TFDS has a builder `imagenette`, with other versions; the newest in the folder is read."""
+    prepare(source, tmp_path, "imagenette")
+    dataset = load(tmp_path, "imagenette", "validation")
+    assert dataset.class_names == ("cat", "dog")
+    newest = tmp_path / "imagenette" / "10.0.0"
+    shutil.copytree(tmp_path / "imagenette" / VERSION, tmp_path / "imagenette" / "9.0.0")
+    shutil.copytree(tmp_path / "imagenette" / VERSION, newest)
+    (newest / "label.labels.txt").write_text("eel\nfox\n")
+    assert load(tmp_path, "imagenette", "validation").class_names == ("eel", "fox")
 
 
 def no_image(source):

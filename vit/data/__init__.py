@@ -199,10 +199,7 @@ def splits(data: config.Data) -> dict[str, int]:
     Raises:
         ValueError: if the data set does not exist.
     """
-    from tensorflow_datasets.core import read_only_builder
-
-    _check_named(data)
-    builder = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
+    builder = _builder(data)
     return {name: split.num_examples for name, split in builder.info.splits.items()}
 
 
@@ -226,20 +223,15 @@ def _digits(data: config.Data) -> Dataset:
 
 def _from_tfds(data: config.Data) -> Dataset:
     import tensorflow_datasets as tfds
-    from tensorflow_datasets.core import read_only_builder
 
-    _check_named(data)
+    builder = _builder(data)
     try:
-        builder: Any = read_only_builder.builder_from_files(data.name, data_dir=data.dir)
         features, known = builder.info.features, builder.info.splits
         class_names, channels = tuple(features["label"].names), features["image"].shape[-1]
         if not class_names or channels not in (1, 3):
             raise ValueError(f"{len(class_names)} classes, {channels} channels")
     except Exception as error:  # dataset_info.json may hold anything
-        raise ValueError(
-            f"the description of {data.name!r} in config.data.dir={data.dir!r} cannot be read, or"
-            f" is not of images of 1 or 3 channels with a label: {type(error).__name__}: {error}"
-        ) from error
+        raise _unreadable(data, error) from error
     sources = []
     for field, split in [("train_split", data.train_split), ("eval_split", data.eval_split)]:
         try:
@@ -255,12 +247,22 @@ def _from_tfds(data: config.Data) -> Dataset:
     return Dataset(*sources, class_names=class_names, channels=channels)
 
 
-def _check_named(data: config.Data) -> None:
-    """Raise ValueError if the folder has no data set of that name, with those that it has."""
+def _builder(data: config.Data) -> Any:
+    """Return TFDS's builder of the data set; its folder is read, not code that has its name.
+
+    Raises:
+        ValueError: if the folder has no data set of that name (the message lists those that it
+            has), or its description cannot be read.
+    """
+    from tensorflow_datasets.core import read_only_builder
+
     root = epath.Path(data.dir)
-    names = _names(root) if data.dir else []
-    if data.name in names:
-        return
+    folders = _folders(root) if data.dir else {}
+    if data.name in folders:
+        try:
+            return read_only_builder.builder_from_directory(folders[data.name])
+        except Exception as error:  # the files may hold anything
+            raise _unreadable(data, error) from error
     for folder in (root / data.name, root) if data.dir else ():
         if folder.is_dir() and (form := forms.find(Path(folder))):
             prepare = command("prepare", source=folder, out="data")
@@ -269,16 +271,25 @@ def _check_named(data: config.Data) -> None:
             )
     prepare = command("prepare", source="FOLDER", out=data.dir or "data")
     raise ValueError(
-        f"{unknown('config.data.name', data.name, ['digits', *names])} (those in"
+        f"{unknown('config.data.name', data.name, ['digits', *folders])} (those in"
         f" config.data.dir={data.dir!r}; make a data set of pictures by {prepare})"
     )
 
 
-def _names(root: epath.Path) -> list[str]:
-    """Return the data sets in a folder: name, or name/config."""
+def _unreadable(data: config.Data, error: Exception) -> ValueError:
+    return ValueError(
+        f"the description of {data.name!r} in config.data.dir={data.dir!r} cannot be read, or is"
+        f" not of images of 1 or 3 channels with a label: {type(error).__name__}: {error}"
+    )
+
+
+def _folders(root: epath.Path) -> dict[str, epath.Path]:
+    """Return the newest version of each data set in a folder by name, or name/config."""
     infos = [*root.glob("*/*/dataset_info.json"), *root.glob("*/*/*/dataset_info.json")]
     versions = [f.parent for f in infos if re.fullmatch(r"\d+\.\d+\.\d+", f.parent.name)]
-    return sorted({str(version.parent.relative_to(root)) for version in versions})
+    versions.sort(key=lambda folder: tuple(map(int, folder.name.split("."))))
+    newest = {str(version.parent.relative_to(root)): version for version in versions}
+    return dict(sorted(newest.items()))
 
 
 # --- Batches
