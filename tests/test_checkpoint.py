@@ -37,6 +37,27 @@ def saved(tmp_path_factory):
     return workdir
 
 
+@pytest.mark.parametrize("name", ["a[1] *?é", "a\\b", "gs:", "a\nb", "\udcff", "x" * 250])
+def test_any_name_of_a_folder_works(tmp_path, monkeypatch, name):
+    """Nothing is written elsewhere but a link; it is made again when temporary files are gone."""
+    link = tmp_path / "link"
+    monkeypatch.setattr(checkpoint.tempfile, "gettempdir", lambda: link)
+    link.mkdir()
+    with checkpoint.open_checkpoints(tmp_path / name) as checkpoints:
+        checkpoint.save(checkpoints, 1, state(1))
+        checkpoints.saving.result()
+        shutil.rmtree(link)
+        link.mkdir()
+        checkpoint.save(checkpoints, 2, state(2))
+    assert restored(tmp_path / name) == 2
+    assert {p.name for p in tmp_path.iterdir()} == {"link", name}
+    if links := list(link.iterdir()):
+        links[0].unlink()
+        links[0].symlink_to(tmp_path)
+        with pytest.raises(ValueError, match="must be a link to .*: remove it"):
+            restored(tmp_path / name)
+
+
 def restored(workdir):
     step, found = checkpoint.restore(workdir, state())
     assert jax.random.key_data(found["key"]).tolist() == [0, step]

@@ -97,14 +97,16 @@ def test_class_folders_with_bad_files(source, tmp_path, capsys):
 
 def test_a_data_set_is_read_from_its_folder_whatever_its_name(source, tmp_path):
     """TFDS has a builder `imagenette`, with other versions; the newest in the folder is read."""
-    prepare(source, tmp_path, "imagenette")
-    dataset = load(tmp_path, "imagenette", "validation")
+    out = tmp_path / "a[1] *?é"
+    prepare(source, out, "imagenette")
+    dataset = load(out, "imagenette", "validation")
     assert dataset.class_names == ("cat", "dog")
-    newest = tmp_path / "imagenette" / "10.0.0"
-    shutil.copytree(tmp_path / "imagenette" / VERSION, tmp_path / "imagenette" / "9.0.0")
-    shutil.copytree(tmp_path / "imagenette" / VERSION, newest)
+    assert len(rows(dataset.train)) == 6
+    newest = out / "imagenette" / "10.0.0"
+    shutil.copytree(out / "imagenette" / VERSION, out / "imagenette" / "9.0.0")
+    shutil.copytree(out / "imagenette" / VERSION, newest)
     (newest / "label.labels.txt").write_text("eel\nfox\n")
-    assert load(tmp_path, "imagenette", "validation").class_names == ("eel", "fox")
+    assert load(out, "imagenette", "validation").class_names == ("eel", "fox")
 
 
 def no_image(source):

@@ -71,11 +71,15 @@ def test_three_steps(digits_run):
     assert report["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
 
 
+ODD = "a[1] *?é"
+
+
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, capsys):
     """Dropout, augmentation, shuffling, optimiser, schedule and frequencies go on as they were.
 
     With gradients in parts and a running mean. One run is stopped by a signal before the
-    frequencies are drawn anew, and dies after it, between two checkpoints.
+    frequencies are drawn anew, and dies after it, between two checkpoints. Its folder has a name
+    that Orbax takes for a pattern.
     """
     settings = small_config(
         attention=dataclasses.replace(CALIBRATED, redraw_every=2),
@@ -88,27 +92,27 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, c
         with monkeypatch.context() as patch:
             stop_at(patch, stop, end)
             with pytest.raises(end) as ended:
-                train.train(settings, tmp_path / "parts")
+                train.train(settings, tmp_path / ODD)
         if end is SystemExit:
             assert ended.value.code == safety.STOPPED == 75
             assert "stopped at step 1 of 3; the same command resumes" in capsys.readouterr().out
-        assert metrics.read(tmp_path / "parts" / "metrics.jsonl")[-1]["step"] == stop
-    assert checkpoint.found(tmp_path / "parts") == [1]
-    train.train(settings, tmp_path / "parts")
+        assert metrics.read(tmp_path / ODD / "metrics.jsonl")[-1]["step"] == stop
+    assert checkpoint.found(tmp_path / ODD) == [1]
+    train.train(settings, tmp_path / ODD)
 
     run, _ = program(settings)
-    states = [final_state(run, tmp_path / name) for name in ("whole", "parts")]
+    states = [final_state(run, tmp_path / name) for name in ("whole", ODD)]
     jax.tree.map(np.testing.assert_array_equal, *states)
     first = run.initial()
     kept, drawn = (frequencies(state) for state in (first, states[0]))
     assert not any(np.allclose(a, b) for a, b in zip(kept, drawn, strict=True))  # at step 2
-    logs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
+    logs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", ODD)]
     for a, b in zip(*logs, strict=True):
         assert (a["step"], a["train_loss"]) == (b["step"], b["train_loss"])
     flops = 3 * runs.subject(settings)[1].operations(settings)
     shares = [record["images_per_second"] * flops / 1e12 for record in logs[0]]
     assert [record["mfu"] for record in logs[0]] == pytest.approx(shares)
-    found = evaluate.evaluate_run(tmp_path / "parts")
+    found = evaluate.evaluate_run(tmp_path / ODD)
     assert found["eval_loss"] == pytest.approx(logs[0][-1]["eval_loss"], rel=1e-5)
 
 

@@ -8,6 +8,7 @@ A resumed run continues with the batch of its step.
 """
 
 import contextlib
+import glob
 import math
 import multiprocessing
 import os
@@ -285,7 +286,8 @@ def _unreadable(data: config.Data, error: Exception) -> ValueError:
 
 def _folders(root: epath.Path) -> dict[str, epath.Path]:
     """Return the newest version of each data set in a folder by name, or name/config."""
-    infos = [*root.glob("*/*/dataset_info.json"), *root.glob("*/*/*/dataset_info.json")]
+    literal = epath.Path(glob.escape(str(root)))  # epath takes the folder for a pattern
+    infos = [*literal.glob("*/*/dataset_info.json"), *literal.glob("*/*/*/dataset_info.json")]
     versions = [f.parent for f in infos if re.fullmatch(r"\d+\.\d+\.\d+", f.parent.name)]
     versions.sort(key=lambda folder: tuple(map(int, folder.name.split("."))))
     newest = {str(version.parent.relative_to(root)): version for version in versions}

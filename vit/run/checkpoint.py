@@ -5,8 +5,12 @@ The position in the data is not saved: the stream of batches is a function of th
 
 import contextlib
 import dataclasses
+import hashlib
 import json
+import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +76,27 @@ def check_path(workdir: Path) -> None:
         )
 
 
+def readable_path(workdir: Path) -> Path:
+    """Return the folder of the checkpoints, by a path that Orbax and TensorStore do not misread.
+
+    They read `*`, `?` and `[` as a pattern and a backslash as a slash. For a name with other than
+    plain characters it is a link in the folder of temporary files, with the same name on all hosts.
+
+    Raises:
+        ValueError: if something else has the name of the link.
+    """
+    folder = workdir.resolve()
+    if re.fullmatch(r"[\w/ .,=+@~-]*", str(folder)):
+        return folder / "checkpoints"
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]
+    link = Path(tempfile.gettempdir(), f"performer-run-{name}")
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(folder)
+    if not link.is_symlink() or link.readlink() != folder:
+        raise ValueError(f"{link} must be a link to {folder}: remove it")
+    return link / "checkpoints"
+
+
 def open_checkpoints(workdir: Path, keep_every: int = 0) -> Checkpoints:
     """Open the checkpoints of a run to save more; close with `finish`, or use them in a `with`.
 
@@ -83,13 +108,14 @@ def open_checkpoints(workdir: Path, keep_every: int = 0) -> Checkpoints:
         ValueError: as `check_path`.
     """
     check_path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
     policies = ocp.training.preservation_policies
     kept: list[Any] = [policies.LatestN(KEEP), BestEvaluated(workdir / "metrics.jsonl")]
     if keep_every:
         kept.append(policies.EveryNSteps(keep_every))
     policy: Any = policies.AnyPreservationPolicy(kept)
     orbax = ocp.training.Checkpointer(
-        str((workdir / "checkpoints").resolve()),
+        str(readable_path(workdir)),
         preservation_policy=policy,
         cleanup_tmp_directories=True,
         lightweight_initialize=True,  # a damaged one does not affect the others
@@ -105,6 +131,7 @@ def save(checkpoints: Checkpoints, step: int, state: Any) -> None:
     """
     with _failing_as_save_error(checkpoints):
         _settle(checkpoints)
+        readable_path(checkpoints.workdir)  # temporary files may have been cleaned up
         checkpoints.saving = checkpoints.orbax.save_checkpointables_async(
             step, {"state": state}, force=True, overwrite=True
         )
@@ -136,7 +163,7 @@ def _failing_as_save_error(checkpoints: Checkpoints) -> Iterator[None]:
         yield
     except Exception as error:
         raise SaveError(
-            f"a checkpoint could not be written to {checkpoints.orbax.directory}:"
+            f"a checkpoint could not be written to {checkpoints.workdir / 'checkpoints'}:"
             f" {type(error).__name__}: {' '.join(str(error).split())[:500]}. Complete are those of"
             f" steps {found(checkpoints.workdir)}. Fix the cause (is the disk full?); the same"
             " command resumes from the last of them"
@@ -191,7 +218,8 @@ def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[i
         folder = workdir / "checkpoints" / str(number)
         loaded, reason = {}, ""
         try:
-            loaded = ocp.load_checkpointables(str(folder.resolve()), {"state": state})
+            path = str(readable_path(workdir) / str(number))
+            loaded = ocp.load_checkpointables(path, {"state": state})
         except Exception as error:  # Orbax, TensorStore and JSON raise many kinds
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         reasons = devices.failures(reason)
