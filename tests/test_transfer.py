@@ -148,7 +148,7 @@ def test_a_head_of_other_classes_is_new(source, tmp_path, monkeypatch):
     cases = {
         "fewer": (few, "head/kernel: (16, 5) new, (16, 10) there"),
         "named": (load(SETTINGS.data)._replace(class_names=tuple("abcdefghij")), None),
-        "other": (load(SETTINGS.data)._replace(class_names=tuple("jihgfedcba")), "head: new, for"),
+        "other": (load(SETTINGS.data)._replace(class_names=tuple("bcdefghijk")), "head: new, for"),
     }
     for name, (dataset, line) in cases.items():
         monkeypatch.setattr(data, "load", lambda section, dataset=dataset: dataset)

@@ -20,13 +20,12 @@ Without --report the command also runs on several hosts: on each with --distribu
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from vit import config as configs
@@ -100,38 +99,15 @@ def evaluate_on(
     except ValueError as error:  # the split that was given is opened as one of training
         message = str(error).replace("config.data.train_split", "config.data.eval_split")
         raise ValueError(message) from error
-    label, classes = numbers(trained.class_names, dataset.class_names), len(trained.class_names)
-    task = classification.task(classes, trained.channels, config.optim.loss)
+    dataset = dataset._replace(channels=trained.channels)
+    dataset = data.with_classes(dataset, trained.class_names)
+    task = classification.task(dataset.num_classes, dataset.channels, config.optim.loss)
     mesh = devices.mesh(config)
     state = nnx.state(trained.model)
     nnx.update(trained.model, jax.device_put(state, devices.everywhere(mesh)))
-
-    def of_run(batch: data.Batch) -> data.Batch:
-        return batch | {"label": label[batch["label"]]}
-
-    batches = runs.eval_batches(dataset._replace(channels=trained.channels), config, mesh)
-    record = evaluate_model(task, trained.model, map(of_run, batches))
+    batches = runs.eval_batches(dataset, config, mesh)
+    record = evaluate_model(task, trained.model, batches)
     return {"step": trained.step, **record}
-
-
-def numbers(of_run: Sequence[str], of_data: Sequence[str]) -> jax.Array:
-    """Return the run's label of each class of the data, by name; in order if names are numbers.
-
-    Raises:
-        ValueError: when a class of the data is none of the run.
-    """
-    plain = [str(i) for i in range(len(of_data))]
-    if len(of_run) == len(of_data) and plain in (list(of_run), list(of_data)):
-        return jnp.arange(len(of_data))
-    index = {name: i for i, name in enumerate(of_run)}
-    foreign = [name for name in of_data if name not in index]
-    if foreign:
-        raise ValueError(
-            f"{len(foreign)} of the {len(of_data)} classes of the data are none of the"
-            f" {len(of_run)} of the run: {', '.join(foreign[:5])}; the run's begin with"
-            f" {', '.join(of_run[:5])}"
-        )
-    return jnp.asarray([index[name] for name in of_data], jnp.int32)
 
 
 def main(

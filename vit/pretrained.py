@@ -35,6 +35,7 @@ from vit import config as configs
 from vit import data
 from vit import weights as published
 from vit.config import arguments, cli
+from vit.data.classes import placeholders
 from vit.model import ViT
 from vit.run import devices
 from vit.weights import transfer
@@ -91,7 +92,7 @@ def of_encoder(config: configs.Config | None, encoder: Encoder) -> configs.Confi
 def _no_data(encoder: Encoder) -> data.Dataset:
     """Return a data set without examples, of the classes of the head."""
     number = len(encoder.arrays.get("head/bias", ()))
-    names = encoder.metadata.class_names or tuple(map(str, range(number))) or (NO_HEAD,)
+    names = encoder.metadata.class_names or placeholders(number) or (NO_HEAD,)
     return data.Dataset((), (), names, encoder.arrays["embed/kernel"].shape[2])
 
 
@@ -104,16 +105,15 @@ def fitted(encoder: Encoder, model: ViT, dataset: data.Dataset) -> tuple[Arrays,
     if dataset.channels == 1 < named["embed/kernel"].shape[2]:
         named["embed/kernel"] = named["embed/kernel"].sum(axis=2, keepdims=True)
         lines += ["embed: its colours are added up for grey pictures"]
-    theirs, ours = encoder.metadata.class_names, dataset.class_names
-    if len(named.get("head/bias", ())) != len(ours) or len(theirs) != len(ours):
+    ours, number = dataset.class_names, len(named.get("head/bias", ()))
+    theirs = encoder.metadata.class_names
+    if number != len(ours):
         return named, lines
-    if theirs != ours and sorted(theirs) == sorted(set(ours)):
-        order = [theirs.index(name) for name in ours]
-        named["head/kernel"], named["head/bias"] = (named[name][..., order] for name in HEAD)
-        lines += ["head: its classes are sorted as those of the data"]
-    elif theirs != ours:
-        lines += [f"head: loaded class by class, its {theirs[0]!r} for {ours[0]!r} and so on"]
-    return named, lines
+    named_by = theirs if len(theirs) == number else placeholders(number)
+    report = transfer.fit_head(named, named_by, ours)
+    if not report and len(theirs) == number and theirs != ours:
+        report = [f"head: loaded class by class, its {theirs[0]!r} for {ours[0]!r} and so on"]
+    return named, [*lines, *(report or [])]
 
 
 def load(model: ViT, named: Arrays, source: str) -> list[str]:

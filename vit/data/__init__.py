@@ -30,7 +30,7 @@ from PIL import Image
 from performer.choices import unknown
 from vit import config
 from vit.config.cli import command
-from vit.data import augment
+from vit.data import augment, classes
 from vit.data.sources import forms
 from vit.run import devices
 
@@ -116,6 +116,23 @@ def in_memory(train: Sequence[Batch], evaluation: Sequence[Batch]) -> Dataset:
         decode=lambda record, rng, data, dataset: record,
         blank=lambda data, dataset: {k: np.zeros_like(x) for k, x in dataset.train[0].items()},
     )
+
+
+def with_classes(dataset: Dataset, class_names: Sequence[str]) -> Dataset:
+    """Return a data set of images with the labels of these classes.
+
+    Raises:
+        ValueError: as `classes.matched`.
+    """
+    if list(class_names) == list(dataset.class_names):
+        return dataset
+    label = classes.matched(class_names, dataset.class_names)
+
+    def decode(record: Any, rng: np.random.Generator | None, data: config.Data, _: Any) -> Batch:
+        example = dataset.decode(record, rng, data, dataset)
+        return example | {"label": np.int32(label[example["label"]])}
+
+    return dataset._replace(class_names=tuple(class_names), decode=decode)
 
 
 def evaluated_pixels(image: Any, data: config.Data, channels: int) -> np.ndarray:

@@ -51,11 +51,20 @@ def task(num_classes: int, channels: int, kind: str = "softmax") -> Task:
 def of_run(config: Config, described: Mapping[str, Any]) -> tuple[Dataset, Task]:
     """Return the data set of the config, and the task of classifying its images.
 
+    Labels are those of the run, by the names in its `task.json`.
+
     Raises:
-        ValueError: as `data.load`.
+        ValueError: as `data.load`; or if the data have classes that the run does not have.
     """
-    del described
     dataset = data.load(config.data)
+    if described:
+        try:
+            dataset = data.with_classes(dataset, described["class_names"])
+        except ValueError as error:
+            raise ValueError(
+                f"config.data.name={config.data.name!r} in config.data.dir={config.data.dir!r} is"
+                f" not the data set of the run: {error}"
+            ) from error
     return dataset, task(dataset.num_classes, dataset.channels, config.optim.loss)
 
 

@@ -286,10 +286,14 @@ def restore(
         step: step of the checkpoint, or "best"; None for the newest.
 
     Raises:
-        ValueError: as `subject`, or when the folder has no run, or no such readable checkpoint.
+        ValueError: as `subject`; when the folder has no run, or no such readable checkpoint; or
+            when the data have classes that the run does not have.
     """
     config = configs.of_run(workdir)
     configs.validate(config)
+    names = (files.noted(workdir / "task.json") or {}).get("class_names")
+    if dataset is not None and dataset.class_names and names:
+        dataset = data.with_classes(dataset, names)
     dataset, task = subject(config, dataset, task, workdir)
     config.seq = math.gcd(config.seq, jax.device_count())
     config.fsdp = math.gcd(config.fsdp, jax.device_count() // config.seq)

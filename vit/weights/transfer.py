@@ -6,8 +6,8 @@
 The evaluated parameters of the other run are copied: the running mean if there is one. Parts that
 depend on data, image or attention are adapted, or new:
 
-    head         new if the classes differ, in number, or in name if both runs know the names; or
-                 if one of the runs has a tanh layer before it
+    head         sorted as the classes of the data, by name; new if the classes differ in number, or
+                 in name if both runs know the names, or if one has a tanh layer before it
     positions    resampled to the new grid (bicubic with antialiasing); "sincos" ones are computed
     patches      new if the patch size or the number of channels differs
     class token  new if the other run has none
@@ -34,6 +34,7 @@ from jaxtyping import Float
 from performer.nnx import PerformerAttention
 from vit import config as configs
 from vit import data, use
+from vit.data.classes import matched
 from vit.run import checkpoint, files, runs, safety
 from vit.task import Model, Task, of_folder, random_streams
 
@@ -193,9 +194,12 @@ def take(
     new = {name: x[...] for name, x in parameters(model).items()}
     lines = fit_positions(old, new, resampled)
     fresh: set[str] = set()
-    if not _same_classes(trained.class_names, dataset.class_names):
+    head = fit_head(old, trained.class_names, dataset.class_names)
+    if head is None:
         fresh |= HEAD
         lines += ["head: new, for the classes differ"]
+    else:
+        lines += head
     if ("pre_logits/kernel" in old) != ("pre_logits/kernel" in new):
         fresh |= HEAD
         lines += ["head: new, for only one of the models has a layer before it"]
@@ -222,6 +226,26 @@ def fit_positions(old: dict[str, Any], new: Mapping[str, Any], resample: Resampl
     return ["position: resampled from {0} x {0} to {1} x {1} patches".format(*sides)]
 
 
+def fit_head(
+    named: dict[str, Any], class_names: Sequence[str], new_names: Sequence[str]
+) -> list[str] | None:
+    """Sort the classes of the head among `named`, in place, as the new names; return a report.
+
+    Returns:
+        None if the classes differ: the head does not fit.
+    """
+    if len(class_names) != len(new_names):
+        return None
+    try:
+        order = matched(class_names, new_names)
+    except ValueError:
+        return None
+    if order == list(range(len(order))):
+        return []
+    named |= {name: named[name][..., np.array(order)] for name in HEAD & named.keys()}
+    return ["head: its classes are sorted as those of the data"]
+
+
 def unfit(old: Mapping[str, Any], new: Mapping[str, Any], more: Collection[str] = ()) -> set[str]:
     """Return the parameters `new` that are absent or of another shape in `old`, or `TOGETHER`."""
     fresh = {name for name in new if name not in old or old[name].shape != new[name].shape}
@@ -238,13 +262,6 @@ def differences(
         *(f"{k}: {new[k].shape} {word}, {there.get(k, 'not there')}" for k in sorted(fresh)),
         *(f"{k}: left out, no place here" for k in sorted(old.keys() - new.keys())),
     ]
-
-
-def _same_classes(old: Sequence[str], new: Sequence[str]) -> bool:
-    """Compare the classes; numbers as names are compatible with any names."""
-    numbers = [str(i) for i in range(len(new))]
-    unknown = numbers in (list(old), list(new))
-    return len(old) == len(new) and (unknown or list(old) == list(new))
 
 
 def resampled(

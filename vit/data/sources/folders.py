@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from vit.data.classes import in_order
 from vit.data.sources.source import (
     SPLITS,
     SUFFIXES,
@@ -23,7 +24,6 @@ from vit.data.sources.source import (
     Source,
     by_split,
     column_of_labels,
-    in_order,
     is_picture,
     reading,
 )
@@ -50,13 +50,13 @@ def read_splits(source: Path, _: str = "") -> Source | None:
         if unknown := sorted(classes[split] - classes.get("train", set())):
             raise ValueError(f"{folder} has classes that train/ lacks: {unknown[:5]}")
     examples = {split: partial(_examples, folder) for split, folder in folders.items()}
-    return Source(sorted(classes["train"]), 0, examples)
+    return Source(in_order(classes["train"]), 0, examples)
 
 
 def read_classes(source: Path, _: str = "") -> Source | None:
     """Read class folders, if none has the name of a split."""
     classes = set() if _split_folders(source) else _classes(source)
-    return Source(sorted(classes), 0, {"train": partial(_examples, source)}) if classes else None
+    return Source(in_order(classes), 0, {"train": partial(_examples, source)}) if classes else None
 
 
 def _split_folders(source: Path) -> list[Path]:

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vit.data.classes import in_order
 from vit.data.sources.source import (
     Example,
     Source,
     column_of_labels,
-    in_order,
     reading,
     split_of,
 )

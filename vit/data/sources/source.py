@@ -104,11 +104,6 @@ def column_of_labels(path: Path, columns: Sequence[str], named: str) -> str:
     return likely[0]
 
 
-def in_order(labels: Iterable[str]) -> list[str]:
-    """Return each label once: numbers by their size, then words."""
-    return sorted(set(labels), key=lambda x: (not x.isdecimal(), len(x) * x.isdecimal(), x))
-
-
 def with_validation(source: Source, share: float, seed: int) -> Source:
     """Return the source with a part of its split "train" as split "validation".
 
