@@ -53,6 +53,8 @@ def test_it_is_a_run_and_the_same_call_resumes(digits, tmp_path):
     np.testing.assert_array_equal(model.outputs(images[:5])[0], expected)
     with pytest.raises(ValueError, match="(?s)holds another run.*training examples: 400 -> 399"):
         vit.fit(images[1:], labels[1:], **call)
+    with pytest.raises(ValueError, match="(?s)holds another run.*fingerprint of the data: "):
+        vit.fit(255 - images, labels, **call)
 
 
 def test_a_share_is_held_out_and_a_config_by_name(digits, tmp_path, monkeypatch):

@@ -286,6 +286,18 @@ def test_grey_values_of_16_bits_keep_their_shades(channels):
         np.testing.assert_array_equal(np.asarray(opened), grey)
 
 
+def test_a_fingerprint_changes_with_any_value():
+    """It is that of equal examples, whatever their arrays; objects have no bytes to compare."""
+
+    def found(image=0, label=1, split=1, kind=np.uint8):
+        records = [{"image": np.full((2, 3), image, kind), "label": label, "more": object()}]
+        return data.in_memory(records, records[:split]).fingerprint()
+
+    assert found() == found()
+    others = [found(image=1), found(label=2), found(split=0), found(kind=np.int8)]
+    assert len({found(), *others}) == 5
+
+
 def test_a_label_that_is_no_class_is_an_error():
     section = config.Data(batch_size=2, image_size=8)
     for label in (-1, 2, 10**6):

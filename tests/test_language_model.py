@@ -158,6 +158,9 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     shorter = task(dataset.num_classes, learned.settings._replace(length=16))
     with pytest.raises(ValueError, match="(?s)holds another run.*settings: {'length': 32"):
         loop.train(config, tmp_path / "run", dataset, shorter)
+    other = text.dataset(text.numbered(WORDS[::-1]), 32)
+    with pytest.raises(ValueError, match="(?s)holds another run.*fingerprint of the data: "):
+        loop.train(config, tmp_path / "run", other, learned)
     source.write_text(WORDS.upper())
     with pytest.raises(ValueError, match="other characters"):
         runs.restore(tmp_path / "run")

@@ -106,7 +106,22 @@ def test_a_data_set_is_read_from_its_folder_whatever_its_name(source, tmp_path):
     shutil.copytree(out / "imagenette" / VERSION, out / "imagenette" / "9.0.0")
     shutil.copytree(out / "imagenette" / VERSION, newest)
     (newest / "label.labels.txt").write_text("eel\nfox\n")
-    assert load(out, "imagenette", "validation").class_names == ("eel", "fox")
+    changed = load(out, "imagenette", "validation")
+    assert changed.class_names == ("eel", "fox")
+    assert changed.fingerprint() != dataset.fingerprint() != ""
+
+
+def test_other_pictures_have_another_fingerprint(source, tmp_path):
+    """As many of the same classes; a copy of a data set elsewhere has that of the original."""
+
+    def fingerprint(folder):
+        return load(tmp_path / folder, "pets", "validation").fingerprint()
+
+    prepare(source, tmp_path / "first", "pets")
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    (source / "train" / "cat" / "0.jpg").write_bytes(picture(seed=99))
+    prepare(source, tmp_path / "second", "pets")
+    assert fingerprint("first") == fingerprint("copy") != fingerprint("second")
 
 
 def no_image(source):

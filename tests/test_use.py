@@ -168,6 +168,7 @@ def test_other_data_under_the_same_config_are_refused(digits_run, tmp_path):
     for other, message in [
         (dataset._replace(class_names=tuple("9876543210")), "class_names: "),
         (dataset._replace(train=dataset.train[:-1]), "training examples: 1437 -> 1436"),
+        (dataset._replace(evaluation=dataset.train), "evaluation examples: 360 -> 1437"),
     ]:
         with pytest.raises(ValueError, match=f"(?s)holds another run.*{message}"):
             loop.train(TRAINED, workdir, other)
@@ -175,3 +176,8 @@ def test_other_data_under_the_same_config_are_refused(digits_run, tmp_path):
     newer = json.loads(before) | {"versions": {"jax": "0.1"}}
     files.note(workdir / "task.json", newer)
     runs.claim(workdir, TRAINED, dataset, task)  # another version is none
+    marked = dataset._replace(fingerprint=lambda: "a")
+    runs.claim(workdir, TRAINED, marked, task)  # a run without a fingerprint gets one
+    with pytest.raises(ValueError, match="(?s)choose another --wor.* of the data: a -> b"):
+        runs.claim(workdir, TRAINED, marked._replace(fingerprint=lambda: "b"), task)
+    runs.claim(workdir, TRAINED, dataset, task)

@@ -243,13 +243,14 @@ def convert(
     configs.validate(new_config)
     new = run.task.create(new_config, rngs=random_streams(config.seed))
     nnx.update(new, nnx.state(converted.model))
+    whole = run.dataset
     if eval_images:
-        split = run.dataset.evaluation
+        split = whole.evaluation
         first = [split[i] for i in range(min(eval_images, len(split)))]
-        run = run._replace(dataset=run.dataset._replace(evaluation=first))
+        run = run._replace(dataset=whole._replace(evaluation=first))
     records, table = [], ""
     with safety.appearing(out, "--out") as folder, Progress() as bar:
-        runs.begin(folder, new, new_config, run.dataset, run.task)
+        runs.begin(folder, new, new_config, whole, run.task)
         total = 2 + sum(map(bool, exact_window)) + len(cases)
         progress = bar.add_task("convert", total=total)
         for record in compare(run, model, replaced, cases, draws):

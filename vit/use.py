@@ -270,7 +270,10 @@ def fit(
         held = holdout(names, evaluation, config.seed)
         held_out = [record for record, out in zip(records, held, strict=True) if out]
         records = [record for record, out in zip(records, held, strict=True) if not out]
-    dataset = data.Dataset(records, held_out, class_names, channels)
+    dataset = data.in_memory(records, held_out)
+    dataset = data.Dataset(
+        records, held_out, class_names, channels, fingerprint=dataset.fingerprint
+    )
     loop.train(config, Path(workdir), dataset)
     return load(workdir)
 

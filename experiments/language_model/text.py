@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from vit.data import Batch, Dataset
+from vit.data import Batch, Dataset, fingerprint
 
 HELD_OUT = 0.1
 """Share of the text that is evaluated on."""
@@ -82,4 +82,5 @@ def dataset(text: Text, length: int) -> Dataset:
     def blank(*_: Any) -> Batch:
         return {"tokens": np.zeros(length + 1, np.int32)}
 
-    return Dataset(training, held_out, text.characters, decode=window, blank=blank)
+    names, hashed = text.characters, fingerprint(lambda: [numbers])
+    return Dataset(training, held_out, names, decode=window, blank=blank, fingerprint=hashed)

@@ -9,6 +9,7 @@ A resumed run continues with the batch of its step.
 
 import contextlib
 import glob
+import hashlib
 import math
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -101,6 +102,8 @@ class Dataset(NamedTuple):
     arrays by name, of the same shapes for every record."""
     blank: Callable[..., Batch] = blank_image
     """(section of the config, data set) -> an example that pads the last batch."""
+    fingerprint: Callable[[], str] = str
+    """() -> a text that changes with the examples; empty if it is not known."""
 
     @property
     def num_classes(self) -> int:
@@ -115,7 +118,36 @@ def in_memory(train: Sequence[Batch], evaluation: Sequence[Batch]) -> Dataset:
         evaluation,
         decode=lambda record, rng, data, dataset: record,
         blank=lambda data, dataset: {k: np.zeros_like(x) for k, x in dataset.train[0].items()},
+        fingerprint=fingerprint(lambda: _values(train, evaluation)),
     )
+
+
+def fingerprint(parts: Callable[[], Iterable[Any]]) -> Callable[[], str]:
+    """Return a function that hashes bytes, texts and arrays once, when it is called.
+
+    Arrays of objects are not hashed, only their shape.
+    """
+
+    @cache
+    def hashed() -> str:
+        total = hashlib.blake2b(digest_size=16)
+        for part in parts():
+            x = np.frombuffer(part, np.uint8) if isinstance(part, bytes) else np.asarray(part)
+            total.update(f"{x.dtype} {x.shape}".encode())
+            total.update(b"" if x.dtype.hasobject else np.ascontiguousarray(x).tobytes())
+        return total.hexdigest()
+
+    return hashed
+
+
+def _values(*splits: Sequence[Batch]) -> Iterator[Any]:
+    """Yield names and values of all examples."""
+    for split in splits:
+        yield len(split)
+        for example in split:
+            for name in sorted(example):
+                yield name
+                yield example[name]
 
 
 def with_classes(dataset: Dataset, class_names: Sequence[str]) -> Dataset:
@@ -262,7 +294,19 @@ def _from_tfds(data: config.Data) -> Dataset:
                 f" ({str(error).splitlines()[-1]})"
             ) from error
         sources.append(source)
-    return Dataset(*sources, class_names=class_names, channels=channels)
+    files = fingerprint(lambda: _files(builder.data_path))
+    return Dataset(*sources, class_names=class_names, channels=channels, fingerprint=files)
+
+
+def _files(folder: epath.Path) -> Iterator[Any]:
+    """Yield the names and sizes of the files of a data set, and what its description holds."""
+    paths = sorted(folder.iterdir(), key=lambda path: path.name)
+    with ThreadPoolExecutor(THREADS) as pool:  # a bucket has many files, and answers late
+        stats = list(pool.map(lambda path: path.stat(), paths))
+    for path, stat in zip(paths, stats, strict=True):
+        yield f"{path.name} {0 if stat.is_directory else stat.length}"
+        if path.suffix in (".json", ".txt"):
+            yield path.read_bytes()
 
 
 def _builder(data: config.Data) -> Any:

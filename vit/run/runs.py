@@ -207,6 +207,7 @@ def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Ta
 def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
     """Return the content of a run's `task.json`: task, settings, classes, data and versions."""
     packages = ("jax", "flax", "optax", "orbax-checkpoint")
+    fingerprint = dataset.fingerprint()
     return {
         "task": task.name,
         "command": task.command,
@@ -214,6 +215,8 @@ def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
         "class_names": list(dataset.class_names),
         "channels": dataset.channels,
         "training examples": len(dataset.train),
+        "evaluation examples": len(dataset.evaluation),
+        **({"fingerprint of the data": fingerprint} if fingerprint else {}),
         "versions": {
             "python": platform.python_version(),
             "performer": performer.__version__,
@@ -226,8 +229,7 @@ def shared_settings(config: configs.Config, dataset: data.Dataset, task: Task) -
     """Return the settings that must be equal on all hosts."""
     own = ("data.dir", "data.num_workers")  # may differ between hosts
     fields = {f"config.{k}": v for k, v in configs.flatten(config).items() if k not in own}
-    evaluation = {"evaluation examples": len(dataset.evaluation)}
-    return fields | description(dataset, task) | evaluation
+    return fields | description(dataset, task)
 
 
 def begin(
