@@ -89,9 +89,10 @@ def write_idx(folder, compress=False):
 def write_parquet(path, rows=ROWS, names=None, struct=True, label="label", **more):
     path.parent.mkdir(parents=True, exist_ok=True)
     encoded = [picture(number) for number, _ in rows]
+    known = names if names and {*names} == {*CLASSES} else list(CLASSES)
     table = {
         "image": [{"bytes": x, "path": None} for x in encoded] if struct else encoded,
-        label: [list(CLASSES).index(name) if names else name for _, name in rows],
+        label: [known.index(name) if names else name for _, name in rows],
     }
     schema = pyarrow.table(table | more)
     if names:
@@ -187,6 +188,55 @@ def test_pictures_and_classes_of_each_form(tmp_path, write, want):
     names = {name for rows in want.values() for _, name in rows}
     assert [x for x in source.class_names if x in names] == sorted(names)
     assert len(source.class_names) == (1000 if want == ILSVRC else 3)
+
+
+OTHER = ["dog", "emu", "cat"]
+"""The classes in another order."""
+
+
+def write_files(folder, first, second):
+    """Two npz files of different splits; of their arrays the labels are last."""
+    for name, (part, more) in {
+        "train": (slice(14), first),
+        "test": (slice(14, 17), second),
+    }.items():
+        arrays = {k: x[part] if k == "y" else x for k, x in more.items()}
+        np.savez(folder / f"{name}.npz", x=images()[part], **arrays)
+
+
+def write_named_parts(folder, first, second):
+    write_parquet(folder / "train.parquet", ROWS[:14], **first)
+    write_parquet(folder / "test.parquet", ROWS[14:], **second)
+
+
+ORDERED = {"y": NUMBERS, "class_names": TEXT}
+SHUFFLED = {"y": np.array([OTHER.index(name) for _, name in ROWS]), "class_names": OTHER}
+PLAIN, TEXTS = {"y": NUMBERS}, {"y": TEXT[NUMBERS]}
+OWN = {
+    "npz": (write_files, ORDERED, SHUFFLED),
+    "npz and text": (write_files, SHUFFLED, TEXTS),
+    "parquet": (write_named_parts, {"names": list(CLASSES)}, {"names": OTHER}),
+    "parquet and text": (write_named_parts, {"names": OTHER}, {}),
+}
+
+
+@pytest.mark.parametrize(("write", "first", "second"), OWN.values(), ids=OWN)
+def test_each_file_has_its_own_names(tmp_path, write, first, second):
+    """The order is that of the training file."""
+    write(tmp_path, first, second)
+    source = forms.read(tmp_path)
+    found = {k: {(shade(x.read()), x.label) for x in f()} for k, f in source.splits.items()}
+    assert found == HELD
+    is_shuffled = first is SHUFFLED or first.get("names") == OTHER
+    assert list(source.class_names) == (OTHER if is_shuffled else list(CLASSES))
+
+
+@pytest.mark.parametrize("other", [ORDERED, TEXTS])
+def test_names_in_one_file_and_numbers_in_another_are_refused(tmp_path, other):
+    for first, second in ((PLAIN, other), (other, PLAIN)):
+        write_files(tmp_path, first, second)
+        with pytest.raises(ValueError, match="are numbers without names, those of .* have names"):
+            forms.read(tmp_path)
 
 
 @pytest.mark.parametrize("modes", [("RGB", "RGB"), ("L", "L"), ("L", "RGB")])

@@ -2,7 +2,8 @@
 
 IDX: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-... alike, each plain or as .gz. npz:
 arrays `images` (n, height, width[, 1 or 3]) and `labels` (n,) of integers or text, or `x` and `y`;
-`train_images`, `x_test`, ... for splits; `class_names` if the labels are integers and have names.
+`train_images`, `x_test`, ... for splits; `class_names` if the labels are integers and have names,
+those of each file.
 """
 
 import gzip
@@ -12,16 +13,27 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from vit.data.sources.source import Example, Source, by_split, reading, split_of
+from vit.data.classes import placeholders
+from vit.data.sources.source import (
+    Example,
+    Labels,
+    Source,
+    by_split,
+    class_names,
+    reading,
+    split_of,
+)
 
 IMAGES, LABELS = {"images", "image", "x", "imgs"}, {"labels", "label", "y", "targets", "target"}
 """Names of the arrays of an npz file."""
 MOST_CLASSES = 2**16
+SHAPES = ((), (1,), (3,))
+"""Shapes of a pixel."""
 
 
 class Arrays(NamedTuple):
@@ -30,6 +42,21 @@ class Arrays(NamedTuple):
     name: str
     images: np.ndarray
     labels: np.ndarray
+    class_names: Sequence[str] = ()
+    """Names of the numbers, by the file that has them."""
+
+    @property
+    def names(self) -> Labels:
+        """Names of the classes."""
+        if self.class_names or self.labels.dtype.kind != "U":
+            return self.class_names or None
+        return frozenset(map(str, np.unique(self.labels)))
+
+    def name_of(self, label: Any) -> str:
+        """Return the name of a label."""
+        if self.class_names and self.labels.dtype.kind != "U":
+            return str(self.class_names[label])
+        return str(label)
 
 
 def read_idx_folder(source: Path, _: str = "") -> Source | None:
@@ -46,7 +73,7 @@ def read_idx_folder(source: Path, _: str = "") -> Source | None:
             raise ValueError(f"{path} has no labels beside it ({prefix}-labels-idx1-ubyte)")
         split = "train" if prefix.endswith("train") else "test"
         found.append((split, Arrays(str(path), read_idx(path, 3), read_idx(labels[0], 1))))
-    return _source(source, found, [])
+    return _source(source, found)
 
 
 def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
@@ -71,14 +98,13 @@ def read_npz(source: Path, _: str = "") -> Source | None:
         ValueError: if an array cannot be used; the message lists the arrays.
     """
     found: list[tuple[str, Arrays]] = []
-    names: list[str] = []
     for path in sorted(source.glob("*.npz")):
         # TypeError: a broken header. ValueError: an array of Python objects.
         errors = (TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
         with reading(path, "", *errors), np.load(path, allow_pickle=False) as file:
             # Some keep labels as (n, 1).
             arrays = {k: x[:, 0] if x.shape[1:] == (1,) else x for k, x in file.items()}
-        names = [str(name) for name in arrays.pop("class_names", names)]
+        names = [str(name) for name in arrays.pop("class_names", [])]
         images, labels = (_by_split(path, arrays, words) for words in (IMAGES, LABELS))
         if not images or images.keys() != labels.keys():
             there = ", ".join(f"{key} {x.dtype}{list(x.shape)}" for key, x in arrays.items())
@@ -87,8 +113,9 @@ def read_npz(source: Path, _: str = "") -> Source | None:
                 f" split; it holds {there}"
             )
         for split, key in images.items():
-            found.append((split, Arrays(f"{path}:{key}", arrays[key], arrays[labels[split]])))
-    return _source(source, found, names)
+            own = Arrays(f"{path}:{key}", arrays[key], arrays[labels[split]], names)
+            found.append((split, own))
+    return _source(source, found)
 
 
 def _by_split(path: Path, arrays: Iterable[str], words: set[str]) -> dict[str, str]:
@@ -97,40 +124,46 @@ def _by_split(path: Path, arrays: Iterable[str], words: set[str]) -> dict[str, s
     return {split_of(key, split_of(path.stem)): key for key in keys}
 
 
-def _source(folder: Path, found: list[tuple[str, Arrays]], names: list[str]) -> Source | None:
+def _source(folder: Path, found: list[tuple[str, Arrays]]) -> Source | None:
     """Return the source of arrays by split; ValueError if they are no pictures with classes."""
     if not found:
         return None
     splits = by_split(folder, ((split, arrays.name, arrays) for split, arrays in found))
-    for name, images, labels in splits.values():
-        shape, kind = images.shape, labels.dtype.kind
-        fits = len(shape) > 2 and shape[0] and shape[3:] in ((), (1,), (3,))
-        if images.dtype != np.uint8 or not fits:
-            raise ValueError(
-                f"{name} is {images.dtype}{list(shape)}: images are uint8, 0 to 255, of shape (n,"
-                " height, width[, 1 or 3]) with n > 0"
-            )
-        if labels.shape != shape[:1] or kind not in "iuU" or (kind == "i" and labels.min() < 0):
-            raise ValueError(
-                f"{name} has {len(images)} images, its labels are {labels.dtype}"
-                f"{list(labels.shape)}: a text or an integer from 0 on for each is needed"
-            )
-    labels = np.unique(np.concatenate([arrays.labels for arrays in splits.values()]))
-    if labels.dtype.kind in "iu":
-        labels = range(1 + min(int(labels[-1]), MOST_CLASSES))
-    implied = [str(label) for label in labels]
-    if (names and len(names) < len(implied)) or len(implied) > MOST_CLASSES:
-        most = len(names) or MOST_CLASSES
-        raise ValueError(f"{folder}: labels up to {labels[-1]} for at most {most} class_names")
+    for arrays in splits.values():
+        _check(arrays)
+    of_files = [splits[name] for name in sorted(splits, key=lambda name: name != "train")]
+    names = class_names(folder, {x.name: x.names for x in of_files})
+    if not names:
+        names = placeholders(1 + max(int(arrays.labels.max()) for arrays in splits.values()))
     channels = 3 if any(x.images.shape[3:] == (3,) for x in splits.values()) else 1
-    examples = {split: partial(_examples, x, names or implied) for split, x in splits.items()}
-    return Source(names or implied, channels, examples)
+    return Source(names, channels, {split: partial(_examples, x) for split, x in splits.items()})
 
 
-def _examples(arrays: Arrays, class_names: Sequence[str]) -> Iterator[Example]:
+def _check(arrays: Arrays) -> None:
+    """Raise ValueError if arrays are no pictures with classes."""
+    name, images, labels, names = arrays
+    shape, kind = images.shape, labels.dtype.kind
+    if images.dtype != np.uint8 or len(shape) < 3 or not shape[0] or shape[3:] not in SHAPES:
+        raise ValueError(
+            f"{name} is {images.dtype}{list(shape)}: images are uint8, 0 to 255, of shape (n,"
+            " height, width[, 1 or 3]) with n > 0"
+        )
+    if labels.shape != shape[:1] or kind not in "iuU" or (kind == "i" and labels.min() < 0):
+        raise ValueError(
+            f"{name} has {len(images)} images, its labels are {labels.dtype}{list(labels.shape)}: a"
+            " text or an integer from 0 on for each is needed"
+        )
+    most = len(names) or MOST_CLASSES
+    if kind != "U" and labels.max() >= most:
+        raise ValueError(f"{name}: labels up to {labels.max()} for at most {most} class_names")
+    if kind == "U" and names and (foreign := {*labels.tolist()} - {*names}):
+        raise ValueError(f"{name}: the label {min(foreign)!r} is none of its class_names")
+
+
+def _examples(arrays: Arrays) -> Iterator[Example]:
     for number, (image, label) in enumerate(zip(arrays.images, arrays.labels, strict=True)):
-        name = label if arrays.labels.dtype.kind == "U" else class_names[label]
-        yield Example(f"{arrays.name}[{number}]", partial(_png, image), str(name))
+        name = arrays.name_of(label)
+        yield Example(f"{arrays.name}[{number}]", partial(_png, image), name)
 
 
 def _png(image: np.ndarray) -> bytes:

@@ -6,16 +6,19 @@ train-00000-of-00002.parquet; the files are in the folder or in one below it.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vit.data.classes import in_order
 from vit.data.sources.source import (
     Example,
+    Labels,
     Source,
+    class_names,
     column_of_labels,
     reading,
     split_of,
@@ -33,32 +36,51 @@ def read(source: Path, labels_column: str = "") -> Source | None:
         return None
     if len(folders := sorted({str(path.parent) for path in paths})) > 1:
         raise ValueError(f"{source} holds parquet files in several folders; give one of {folders}")
-    image, label, class_names = _columns(paths[0], labels_column)
-    names: dict[Any, str] = {}
-    known = dict(enumerate(class_names))
-    for path in paths:
-        with _opened(path) as file:
-            labels = file.read([label]).column(label).unique().to_pylist()
-        for x in labels:
-            if x is None or (isinstance(x, int) and (x < 0 or (known and x not in known))):
-                raise ValueError(
-                    f"{path}: the column {label!r} has {x}, but the classes are 0 to"
-                    f" {len(known) - 1 if known else '...'}: leave out rows without a label (None,"
-                    " or -1 where it is secret)"
-                )
-            names[x] = known.get(x, str(x))
+    paths.sort(key=lambda path: split_of(path.stem) != "train")
+    files = {path: _file(path, labels_column) for path in paths}
+    classes = class_names(source, {str(path): file.names for path, file in files.items()})
+    names = {name for file in files.values() for name in file.name.values()}
 
     def examples(split: str) -> Iterator[Example]:
         for path in (path for path in paths if split_of(path.stem) == split):
+            image, label, _, name = files[path]
             with _opened(path) as file:
                 # One by one: every row may have the same large entry of the file's dictionary.
                 for number, row in enumerate(file.iter_batches(1, columns=[image, label])):
-                    content, x = (row.column(name)[0].as_py() for name in (image, label))
+                    content, x = (row.column(column)[0].as_py() for column in (image, label))
                     encoded = content["bytes"] if isinstance(content, dict) else content
-                    yield Example(f"{path}[{number}]", partial(bytes, encoded), names[x])
+                    yield Example(f"{path}[{number}]", partial(bytes, encoded), name[x])
 
     splits = {split_of(path.stem): partial(examples, split_of(path.stem)) for path in paths}
-    return Source(class_names or in_order(names.values()), 0, splits)
+    return Source(classes or in_order(names), 0, splits)
+
+
+class File(NamedTuple):
+    """Columns of pictures and of labels, and the names of these."""
+
+    image: str
+    label: str
+    names: Labels
+    name: dict[Any, str]
+    """Name of each label that occurs."""
+
+
+def _file(path: Path, labels_column: str) -> File:
+    """Return the columns and classes of a file."""
+    image, label, names = _columns(path, labels_column)
+    with _opened(path) as file:
+        labels = file.read([label]).column(label).unique().to_pylist()
+    for x in labels:
+        if x is None or (isinstance(x, int) and not 0 <= x < (len(names) or math.inf)):
+            raise ValueError(
+                f"{path}: the column {label!r} has {x}, but the classes are 0 to"
+                f" {len(names) - 1 if names else '...'}: leave out rows without a label (None, or"
+                " -1 where it is secret)"
+            )
+    name = {x: names[x] if names and isinstance(x, int) else str(x) for x in labels}
+    if not names and not (labels and all(isinstance(x, int) for x in labels)):
+        return File(image, label, frozenset(name.values()), name)
+    return File(image, label, names or None, name)
 
 
 def _columns(path: Path, named: str) -> tuple[str, str, list[str]]:

@@ -1,13 +1,15 @@
 """A source of raw pictures with a class each, and how a part of it is held out."""
 
 import contextlib
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import compress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+from vit.data.classes import in_order
 
 Part = TypeVar("Part")
 
@@ -104,6 +106,30 @@ def column_of_labels(path: Path, columns: Sequence[str], named: str) -> str:
     return likely[0]
 
 
+Labels = Sequence[str] | frozenset[str] | None
+"""Names of the labels of a file: in order; of unknown order; None for numbers without names."""
+
+
+def class_names(folder: Path, files: Mapping[str, Labels]) -> list[str]:
+    """Return the names of the classes of all files, each once; empty for numbers without names.
+
+    Names in order come first, those of the first file before others.
+
+    Raises:
+        ValueError: if labels have names in one file and are numbers without names in another.
+    """
+    if unnamed := [file for file, names in files.items() if names is None]:
+        if named := [file for file, names in files.items() if names is not None]:
+            raise ValueError(
+                f"{folder}: the labels of {unnamed[0]} are numbers without names, those of"
+                f" {named[0]} have names: give the names of both, or numbers alone in both"
+            )
+        return []
+    ordered = [x for x in files.values() if not isinstance(x, frozenset)]
+    others = in_order(x for names in files.values() if isinstance(names, frozenset) for x in names)
+    return list(dict.fromkeys([*itertools.chain(*ordered), *others]))  # pyright: ignore
+
+
 def with_validation(source: Source, share: float, seed: int) -> Source:
     """Return the source with a part of its split "train" as split "validation".
 
@@ -115,8 +141,8 @@ def with_validation(source: Source, share: float, seed: int) -> Source:
     train = source.splits["train"]
     held = holdout([example.label for example in train()], share, seed)
     splits = {
-        "train": lambda: compress(train(), ~held),
-        "validation": lambda: compress(train(), held),
+        "train": lambda: itertools.compress(train(), ~held),
+        "validation": lambda: itertools.compress(train(), held),
     }
     return source._replace(splits=source.splits | splits)
 
