@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import pickle
+import shutil
 import struct
 import tarfile
 from functools import partial
@@ -55,7 +56,7 @@ def write_folders(folder, modes=("RGB", "RGB"), **splits):
             path.write_bytes(picture(number, modes[number % 2]))
 
 
-def table(header, row, suffix=".png", folder=""):
+def table(header, row, suffix=".png", folder="", name="index.csv"):
     """Pictures p0, p1, ... and a csv file of their numbers {0} and classes {1}."""
 
     def write(source):
@@ -63,9 +64,49 @@ def table(header, row, suffix=".png", folder=""):
         for number, _ in ROWS:
             (source / folder / f"p{number}{suffix}").write_bytes(picture(number))
         lines = [header] * bool(header) + [row.format(*each) for each in ROWS]
-        (source / "index.csv").write_text("\n".join(lines))
+        (source / name).write_text("\n".join(lines))
 
     return write
+
+
+def parted(header, row, name="index.csv", places=("",), folder="{}"):
+    """Pictures in folders of splits, {2}, and a table with a row for each, in each of the places.
+
+    {0} is the number of a picture, {1} its class.
+    """
+
+    def write(source):
+        lines = {place: [header] * bool(header) for place in places}
+        for number, label in ROWS:
+            split = "train" if number < 14 else "test"
+            where = source / folder.format(split)
+            where.mkdir(exist_ok=True)
+            (where / f"p{number}.png").write_bytes(picture(number))
+            place = split if split in places else ""
+            lines[place].append(row.format(number, label, split, int(split == "train")))
+        for place, each in lines.items():
+            (source / place / name).write_text("\n".join(each))
+
+    return write
+
+
+def write_deeper(source, suffix=".png"):
+    """Folders Train and Val; some pictures one and two folders below that of their class."""
+    for number, name in ROWS:
+        for split in ["Train"] + ["Val"] * (number < 3):
+            folder = source / split / name / ("", "batch", "batch/more")[number % 3]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{number}{suffix}").write_bytes(picture(number))
+
+
+def write_trains(source):
+    """Classes with the names of splits, for they hold pictures; copies of macOS are none."""
+    write_folders(source)
+    for name, new in {"cat": "train", "dog": "Test", "emu": "valid"}.items():
+        (source / name).rename(source / new)
+        (source / new / "._0.png").write_bytes(b"")
+    (source / "__MACOSX" / "train").mkdir(parents=True)
+    (source / "__MACOSX" / "train" / "x.png").write_bytes(b"")
 
 
 def write_npz(folder, **arrays):
@@ -159,6 +200,7 @@ ILSVRC = {
     "train": {(3 * k + i, wnid) for k, wnid in enumerate(WNIDS) for i in range(3)},
     "validation": {(100 + i, wnid) for i, wnid in enumerate(LABELS)},
 }
+JSON = '{{"file_name": "p{0}.png", "label": "{1}"}}'
 FORMS = {
     "classes": (write_folders, WHOLE),
     "splits": (partial(write_folders, train=slice(17), val=slice(3)), FOLDERS),
@@ -167,6 +209,16 @@ FORMS = {
     "semicolons": (table("id;other;class", "p{0};{0};{1}"), WHOLE),
     "capitals": (table("id,Species", "p{0},{1}", ".PNG", "images"), WHOLE),
     "folders": (table("id,group,class,file", "{0},x,{1},images/p{0}.png", folder="images"), WHOLE),
+    "backslashes": (table("file,label", "C:\\data\\p{0}.png,{1}"), WHOLE),
+    "another machine": (table("label|file", "{1}|/home/x/p{0}.png", folder="images"), WHOLE),
+    "blanks": (table("", "p{0}.png {1}", name="labels.txt"), WHOLE),
+    "jsonl": (table("", JSON, name="metadata.jsonl"), WHOLE),
+    "jsonl in splits": (parted("", JSON, "metadata.jsonl", ("train", "test")), HELD),
+    "split column": (parted("file,split,label", "p{0}.png,{2},{1}", folder="all"), HELD),
+    "is_train": (parted("file,label,is_train", "{2}/p{0}.png,{1},{3}"), HELD),
+    "folders of splits": (parted("file,label", "{2}/p{0},{1}"), HELD),
+    "deeper": (write_deeper, FOLDERS),
+    "jfif": (partial(write_deeper, suffix=".jfif"), FOLDERS),
     "npz": (partial(write_npz, images=images(), labels=NUMBERS, class_names=TEXT), WHOLE),
     "npz of text": (partial(write_npz, x=images(channels=(3,)), y=TEXT[NUMBERS]), WHOLE),
     "npz of splits": (partial(write_npz, class_names=TEXT, **SPLIT), NAMED),
@@ -331,7 +383,7 @@ DAMAGED = [
         cut("train-images-idx3-ubyte.gz", 50),
         "ubyte.gz cannot be read",
     ),
-    (TRAINING, lambda f: (f / "validation/cat").mkdir(parents=True), "both val/ and validation/"),
+    (TRAINING, lambda f: shutil.copytree(f / "val", f / "Valid"), "both Valid/ and val/"),
     (TRAINING, lambda f: (f / "train/cat").rename(f / "train/cow"), "classes that train/ lacks"),
     (write_folders, lambda f: (f / "cat").rename(f / "\x1b[2J"), "or an unprintable"),
     (write_ilsvrc2012, flipped, f"{VAL} cannot be read: .* at byte 1,024"),
@@ -376,6 +428,51 @@ def test_the_column_of_classes_is_named(tmp_path):
             forms.read(tmp_path, column)
 
 
+def test_a_folder_that_holds_pictures_is_a_class_whatever_its_name(tmp_path):
+    write_trains(tmp_path)
+    assert forms.read(tmp_path).class_names == ["Test", "train", "valid"]
+    assert sorted(labels_of(tmp_path)).count("train") == 10
+
+
+def test_rows_without_a_picture_are_errors_that_name_them(tmp_path):
+    """Also if they are the first; a table of which most pictures are missing is refused."""
+    table("file,label", "p{0}.png,{1}")(tmp_path)
+    lines = (tmp_path / "index.csv").read_text().splitlines()
+    missing = [f"q{number}.png,cat" for number in range(12)]
+    (tmp_path / "index.csv").write_text("\n".join([lines[0], *missing, *lines[1:]]))
+    examples = list(forms.read(tmp_path).splits["train"]())
+    assert [(shade(x.read()), x.label) for x in examples[12:]] == ROWS
+    with pytest.raises(FileNotFoundError, match="no picture of .* has the name 'q0.png'"):
+        examples[0].read()
+    (tmp_path / "index.csv").write_text("\n".join([lines[0], *missing, *lines[1:9]]))
+    with pytest.raises(ValueError, match="index.csv names 20 pictures, of which 8 are in .*"):
+        forms.read(tmp_path)
+    (tmp_path / "index.csv").write_text("file,split,label\np0.png,fold1,cat\np1.png,fold2,dog")
+    with pytest.raises(ValueError, match="'split' has 'fold1': the splits are train, validation"):
+        forms.read(tmp_path)
+
+
+def test_every_file_is_accounted_for(tmp_path, capsys):
+    """Those that are read, and the others by kind, with the reason and the first of them."""
+    source = tmp_path / "pets"
+    write_folders(source)
+    (source / "7.png").write_bytes(picture(7))
+    (source / "cat" / "._0.png").write_bytes(b"")
+    (source / "cat" / "scan").write_bytes(picture(8))
+    (source / "cat" / "notes").write_text("none")
+    (source / "means.csv").write_text("a,b\n1,2\n")
+    prepare(source, tmp_path / "out")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "read: 17 .png"
+    assert sorted(printed[1:]) == [
+        "ignored: 1 .csv, not read as a table of pictures (means.csv)",
+        "ignored: 1 .png, hidden, or a copy of macOS (cat/._0.png)",
+        "ignored: 1 .png, not in a class folder or not named by the table (7.png)",
+        "ignored: 1 without suffix, a picture without suffix: rename it (cat/scan)",
+        "ignored: 1 without suffix, no picture (cat/notes)",
+    ]
+
+
 def test_folders_of_no_form(tmp_path):
     (tmp_path / "a.jpg").write_bytes(picture(1))
     (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Evil()))
@@ -389,14 +486,17 @@ def test_folders_of_no_form(tmp_path):
         forms.read(tmp_path, "label")
 
 
-def test_a_table_names_nothing_outside_its_folder(tmp_path):
+def test_a_table_reads_nothing_outside_its_folder(tmp_path):
+    """Of a path only its end counts: a picture of that name in the folder, or none."""
     outside, folder = tmp_path / "secret.png", tmp_path / "photos"
     folder.mkdir()
     for path in (outside, folder / "a.png"):
         path.write_bytes(picture(1))
     for word in (str(outside), "../secret.png"):
         (folder / "t.csv").write_text(f"file,label\na.png,cat\n{word},dog\n")
-        with pytest.raises(ValueError, match=r"t.csv names '.*secret.png', outside .*photos"):
-            forms.read(folder)
+        first, second = forms.read(folder).splits["train"]()
+        assert first.read() == picture(1)
+        with pytest.raises(FileNotFoundError, match="no picture of .*photos has the name '.*secr"):
+            second.read()
     (folder / "t.csv").write_text(f"file,label\n{folder / 'a.png'},cat\n")
     assert forms.read(folder).class_names == ["cat"]

@@ -5,7 +5,7 @@
 The format of the source is detected from its files:
 
     class folders train/<class>/*.jpg|jpeg|png, and val/ or test/ alike; or <class>/*.jpg at once
-    a csv file    with a row for each picture: its file and its class
+    a table       (csv, txt, jsonl) with a row for each picture: its file, its class and its split
     IDX files     train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-... (MNIST and its family),
                   each plain or as .gz
     npz files     arrays images, labels; or x_train, y_train, x_test, ...
@@ -16,7 +16,8 @@ If there is nothing to evaluate on, a share of every class is held out as "valid
 that trains on the result is printed. JPEG and PNG files are stored unchanged; other formats, colour
 models other than grey or RGB, and rotations noted in EXIF are converted. With --max_side=320 a
 picture whose shorter side is longer is resized to it, a JPEG again at quality 95: training then
-decodes fewer pixels. Files that are no images, or truncated ones, are named and left out; more than
+decodes fewer pixels. Lines at the end count the files that were read, and the others with the
+reason. Files that are no images, or truncated ones, are named and left out; more than
 `max_bad_files` of them are an error, and nothing is written then. Nor is it if the run is stopped,
 or the disk full; SIGKILL leaves `OUT/NAME/incomplete.*`. Nothing in the source is executed.
 """
@@ -44,7 +45,7 @@ from PIL import Image, ImageOps
 from vit.config import arguments
 from vit.config.cli import command
 from vit.data import augment
-from vit.data.sources import forms, ilsvrc2012
+from vit.data.sources import folders, forms, ilsvrc2012
 from vit.data.sources.source import Example, Source, with_validation
 from vit.run import devices
 
@@ -144,6 +145,7 @@ def prepare(
                 builder.download_and_prepare(download_dir=downloads, download_config=parted)
             except RuntimeError as error:  # array_record's, as on a full disk
                 raise OSError(f"{target} cannot be written: {error}") from error
+    print("\n".join(folders.account(source, opened.files)))
     counts = {split: info.num_examples for split, info in builder.info.splits.items()}
     return counts | {"skipped": len(skipped)}
 

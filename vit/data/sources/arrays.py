@@ -65,7 +65,7 @@ def read_idx_folder(source: Path, _: str = "") -> Source | None:
     Raises:
         ValueError: if files are damaged or contradict one another.
     """
-    found = []
+    found, files = [], []
     for path in sorted(source.glob("*-images-idx3-ubyte*")):
         prefix = path.name.split("-images-idx3-ubyte")[0]
         labels = sorted(source.glob(f"{prefix}-labels-idx1-ubyte*"))
@@ -73,7 +73,8 @@ def read_idx_folder(source: Path, _: str = "") -> Source | None:
             raise ValueError(f"{path} has no labels beside it ({prefix}-labels-idx1-ubyte)")
         split = "train" if prefix.endswith("train") else "test"
         found.append((split, Arrays(str(path), read_idx(path, 3), read_idx(labels[0], 1))))
-    return _source(source, found)
+        files += [path, labels[0]]
+    return _source(source, found, files)
 
 
 def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
@@ -98,7 +99,8 @@ def read_npz(source: Path, _: str = "") -> Source | None:
         ValueError: if an array cannot be used; the message lists the arrays.
     """
     found: list[tuple[str, Arrays]] = []
-    for path in sorted(source.glob("*.npz")):
+    paths = sorted(source.glob("*.npz"))
+    for path in paths:
         # TypeError: a broken header. ValueError: an array of Python objects.
         errors = (TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
         with reading(path, "", *errors), np.load(path, allow_pickle=False) as file:
@@ -115,7 +117,7 @@ def read_npz(source: Path, _: str = "") -> Source | None:
         for split, key in images.items():
             own = Arrays(f"{path}:{key}", arrays[key], arrays[labels[split]], names)
             found.append((split, own))
-    return _source(source, found)
+    return _source(source, found, paths)
 
 
 def _by_split(path: Path, arrays: Iterable[str], words: set[str]) -> dict[str, str]:
@@ -124,7 +126,7 @@ def _by_split(path: Path, arrays: Iterable[str], words: set[str]) -> dict[str, s
     return {split_of(key, split_of(path.stem)): key for key in keys}
 
 
-def _source(folder: Path, found: list[tuple[str, Arrays]]) -> Source | None:
+def _source(folder: Path, found: list[tuple[str, Arrays]], files: Sequence[Path]) -> Source | None:
     """Return the source of arrays by split; ValueError if they are no pictures with classes."""
     if not found:
         return None
@@ -136,7 +138,8 @@ def _source(folder: Path, found: list[tuple[str, Arrays]]) -> Source | None:
     if not names:
         names = placeholders(1 + max(int(arrays.labels.max()) for arrays in splits.values()))
     channels = 3 if any(x.images.shape[3:] == (3,) for x in splits.values()) else 1
-    return Source(names, channels, {split: partial(_examples, x) for split, x in splits.items()})
+    examples = {split: partial(_examples, x) for split, x in splits.items()}
+    return Source(names, channels, examples, files)
 
 
 def _check(arrays: Arrays) -> None:

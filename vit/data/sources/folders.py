@@ -1,154 +1,136 @@
-"""Pictures as files: class folders, and folders with a csv file that has a row for each picture.
+"""Pictures as files: class folders, and folders with a table that has a row for each picture.
 
-Class folders are train/<class>/*.jpg, and val/ or test/ alike; or <class>/*.jpg at once.
-
-In a csv file the column of files is the one whose words are names of pictures, with or without
-suffix, in the folder or a folder in it. The column of classes has a usual name, is the only other
-one, or is named. A file without a header has the columns "1", "2", ...
+Class folders are train/<class>/*.jpg, and val/ or test/ alike; or <class>/*.jpg at once. Pictures
+may be in folders below that of the class. A folder with the name of a split that holds pictures
+itself is a class.
 """
 
-import csv
-import io
-import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from vit.data.classes import in_order
-from vit.data.sources.source import (
-    SPLITS,
-    SUFFIXES,
-    Example,
-    Source,
-    by_split,
-    column_of_labels,
-    is_picture,
-    reading,
-)
+from vit.data.sources.source import SPLITS, Example, Source, by_split, is_picture
 
-INSPECTED = 10
-"""Rows by which columns are told apart, and folders in which their files are searched."""
+
+def folders(folder: Path) -> list[Path]:
+    """Return the folders in a folder but hidden ones and those of macOS."""
+    paths = (path for path in folder.iterdir() if not is_hidden(path) and path.is_dir())
+    return sorted(paths)
+
+
+def is_hidden(path: Path) -> bool:
+    """Detect hidden files and folders, copies of Apple's Finder (._*) among them, and __MACOSX."""
+    return path.name.startswith(".") or path.name == "__MACOSX"
+
+
+def pictures(folder: Path) -> list[Path]:
+    """Return the pictures in a folder and in folders below it."""
+    found, entered = [], set()
+    for place, names, files in os.walk(folder, followlinks=True):
+        status = os.stat(place)
+        is_new = (status.st_dev, status.st_ino) not in entered  # links may form a cycle
+        entered.add((status.st_dev, status.st_ino))
+        names[:] = [name for name in names if is_new and not is_hidden(Path(name))]
+        paths = (Path(place, name) for name in files if is_new)
+        found += [path for path in paths if is_picture(path) and not is_hidden(path)]
+    return sorted(found)
+
+
+def classes(folder: Path) -> dict[str, list[Path]]:
+    """Return the pictures of each class folder in a folder."""
+    found = {path.name: pictures(path) for path in folders(folder)}
+    return {name: paths for name, paths in found.items() if paths}
+
+
+def split_folders(source: Path) -> list[Path]:
+    """Return the folders with the name of a split that hold no pictures themselves."""
+    named = (path for path in folders(source) if path.name.lower() in SPLITS)
+    return [folder for folder in named if not any(map(is_picture, _shown(folder)))]
+
+
+def _shown(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if not is_hidden(path)]
 
 
 def read_splits(source: Path, _: str = "") -> Source | None:
     """Read the folders of splits, with class folders in them.
 
     Raises:
-        ValueError: if there is no training split, training lacks a class of another split, or a
-            folder has no pictures.
+        ValueError: if there is no training split, or training lacks a class of another split.
     """
-    parts = _split_folders(source)
-    if not any(map(_classes, parts)):
+    found = ((folder, classes(folder)) for folder in split_folders(source))
+    parts = [(SPLITS[folder.name.lower()], f"{folder.name}/", own) for folder, own in found if own]
+    splits = by_split(source, parts)
+    if not splits:
         return None
-    folders = by_split(source, ((SPLITS[part.name], f"{part.name}/", part) for part in parts))
-    classes = {split: _classes(folder) for split, folder in folders.items()}
-    for split, folder in folders.items():
-        if not classes[split]:
-            raise ValueError(f"{folder} holds no <class>/*.jpg, *.jpeg or *.png")
-        if unknown := sorted(classes[split] - classes.get("train", set())):
-            raise ValueError(f"{folder} has classes that train/ lacks: {unknown[:5]}")
-    examples = {split: partial(_examples, folder) for split, folder in folders.items()}
-    return Source(in_order(classes["train"]), 0, examples)
+    for _, folder, own in parts:
+        if unknown := sorted(own.keys() - splits.get("train", {}).keys()):
+            raise ValueError(f"{source / folder} has classes that train/ lacks: {unknown[:5]}")
+    return _source(in_order(splits["train"]), splits)
 
 
 def read_classes(source: Path, _: str = "") -> Source | None:
-    """Read class folders, if none has the name of a split."""
-    classes = set() if _split_folders(source) else _classes(source)
-    return Source(in_order(classes), 0, {"train": partial(_examples, source)}) if classes else None
+    """Read class folders."""
+    found = classes(source)
+    return _source(in_order(found), {"train": found}) if found else None
 
 
-def _split_folders(source: Path) -> list[Path]:
-    return sorted(path for path in source.iterdir() if path.is_dir() and path.name in SPLITS)
+def _source(names: Sequence[str], splits: dict[str, dict[str, list[Path]]]) -> Source:
+    files = [path for own in splits.values() for paths in own.values() for path in paths]
+    return Source(names, 0, {k: partial(_examples, own) for k, own in splits.items()}, files)
 
 
-def _classes(folder: Path) -> set[str]:
-    return {path.parent.name for path in _pictures(folder)}
+def _examples(own: dict[str, list[Path]]) -> Iterator[Example]:
+    for name, paths in own.items():
+        for path in paths:
+            yield Example(str(path), path.read_bytes, name)
 
 
-def _pictures(folder: Path) -> list[Path]:
-    paths = folder.glob("*/*")
-    return sorted(p for p in paths if is_picture(p) and not p.parent.name.startswith("."))
+def account(source: Path, read: Sequence[Path]) -> list[str]:
+    """Return lines on the files of a folder: those that are read, and the others with the reason.
 
-
-def _examples(folder: Path) -> Iterator[Example]:
-    for path in _pictures(folder):
-        yield Example(str(path), path.read_bytes, path.parent.name)
-
-
-class Naming(NamedTuple):
-    """Rule by which the words of a column name pictures: `folder`/word`suffix`."""
-
-    column: int
-    folder: Path
-    suffix: str
-
-    def path(self, row: Sequence[str]) -> Path:
-        """Return the picture of a row."""
-        return self.folder / f"{row[self.column]}{self.suffix}"
-
-
-def read_table(source: Path, labels_column: str = "") -> Source | None:
-    """Read the pictures that the csv file names.
-
-    Raises:
-        ValueError: if a csv file cannot be read, several name pictures, one names a picture
-            elsewhere, or the column of classes is ambiguous.
+    Args:
+        source: the folder.
+        read: its files that are read.
     """
-    paths = sorted(path for path in source.iterdir() if path.suffix.lower() in (".csv", ".tsv"))
-    tables = {path: table for path in paths if (table := _table(path))}
-    if not tables:
-        return None
-    if len(tables) > 1:
-        names = ", ".join(path.name for path in tables)
-        raise ValueError(f"{source} holds {len(tables)} tables of pictures ({names}): leave one")
-    ((path, (columns, rows, naming)),) = tables.items()
-    others = [name for number, name in enumerate(columns) if number != naming.column]
-    label = columns.index(column_of_labels(path, others, labels_column))
-    for row in rows:
-        if not Path(os.path.abspath(naming.path(row))).is_relative_to(os.path.abspath(source)):
-            raise ValueError(f"{path} names {row[naming.column]!r}, outside {source}")
-
-    def examples() -> Iterator[Example]:
-        for row in rows:
-            picture = naming.path(row)
-            yield Example(str(picture), picture.read_bytes, row[label])
-
-    return Source(in_order(row[label] for row in rows), 0, {"train": examples})
+    used = {*map(os.path.abspath, read)}
+    ignored: Counter[tuple[str, str]] = Counter()
+    first: dict[tuple[str, str], str] = {}
+    for place, names, files in os.walk(source):
+        names.sort()
+        for path in (Path(place, name) for name in sorted(files)):
+            if os.path.abspath(path) not in used:
+                kind = path.suffix.lower() or "without suffix", _reason(path, source)
+                ignored[kind] += 1
+                first.setdefault(kind, str(path.relative_to(source)))
+    counts = Counter(path.suffix.lower() or "without suffix" for path in read)
+    lines = [f"read: {_listed(counts)}"]
+    for (suffix, reason), number in sorted(ignored.items(), key=lambda item: -item[1]):
+        lines.append(f"ignored: {number} {suffix}, {reason} ({first[suffix, reason]})")
+    return lines
 
 
-def _table(path: Path) -> tuple[list[str], list[list[str]], Naming] | None:
-    """Return columns, rows and naming rule of a table; None if it names no pictures.
-
-    The delimiter is a comma, semicolon or tabulator.
-    """
-    with reading(path, " as a csv file", UnicodeDecodeError, csv.Error):
-        text = path.read_text("utf-8-sig")
-        delimiter = max(",;\t", key=text.partition("\n")[0].count)
-        lines = csv.reader(io.StringIO(text, ""), delimiter=delimiter)
-        rows = [[word.strip() for word in row] for row in lines if row]
-    for number, row in enumerate(rows, 1):
-        if len(row) != len(rows[0]):
-            raise ValueError(
-                f"{path}: row {number} has {len(row)} fields, the first {len(rows[0])}"
-            )
-    if _naming(path.parent, rows[:1]):  # the first row names a picture: there is no header
-        rows.insert(0, [str(number) for number in range(1, len(rows[0]) + 1)])
-    naming = _naming(path.parent, rows[1 : INSPECTED + 1])
-    return (rows[0], rows[1:], naming) if naming else None
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{number} {suffix}" for suffix, number in counts.most_common())
 
 
-def _naming(folder: Path, rows: Sequence[Sequence[str]]) -> Naming | None:
-    """Return the rule by which most of the rows name a picture."""
-    places = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())[:INSPECTED]]
-    suffixes = ["", *SUFFIXES, *(suffix.upper() for suffix in SUFFIXES)]
+def _reason(path: Path, source: Path) -> str:
+    """Return why a file is not read."""
+    if any(is_hidden(Path(part)) for part in path.relative_to(source).parts):
+        return "hidden, or a copy of macOS"
+    if is_picture(path):
+        return "not in a class folder or not named by the table"
+    if path.suffix.lower() in (".csv", ".tsv", ".jsonl"):
+        return "not read as a table of pictures"
+    if not path.suffix and path.is_file() and _begins_as_picture(path):
+        return "a picture without suffix: rename it"
+    return "no picture"
 
-    def hits(naming: Naming) -> int:
-        paths = [naming.path(row) for row in rows if row[naming.column]]
-        return sum(is_picture(path) and path.is_file() for path in paths)
 
-    columns = range(len(rows[0]) if rows else 0)
-    tried = itertools.starmap(Naming, itertools.product(columns, places, suffixes))
-    best = max(tried, key=hits, default=None)
-    return best if best and hits(best) else None
+def _begins_as_picture(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(4)
+    return head in (b"\x89PNG", b"RIFF", b"GIF8") or head[:2] == b"\xff\xd8"

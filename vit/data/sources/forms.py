@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from vit.data.sources import arrays, folders, ilsvrc2012, parquet
+from vit.data.sources import arrays, folders, ilsvrc2012, parquet, tables
 from vit.data.sources.source import Source, is_picture
 
 FORMS = {
     "ILSVRC2012's tar files": ilsvrc2012.read,
     "IDX files (*-images-idx3-ubyte)": arrays.read_idx_folder,
     "class folders (train/<class>/*.jpg)": folders.read_splits,
-    "a csv file that names pictures and their classes": folders.read_table,
+    "a table that names pictures and their classes (csv, txt, jsonl)": tables.read,
     "class folders (<class>/*.jpg)": folders.read_classes,
     "npz files (images, labels)": arrays.read_npz,
     "parquet files": parquet.read,
@@ -24,20 +24,25 @@ def find(folder: Path, labels_column: str = "") -> tuple[str, Source] | None:
         ValueError: if the files are inconsistent or damaged, or a text file with a class name in
             each line cannot hold the names.
     """
-    for form, read in FORMS.items():
-        source = read(folder, labels_column)
-        if source is None:
-            continue
-        if labels_column and read not in (folders.read_table, parquet.read):
-            raise ValueError(f"--labels_column={labels_column}: {folder} holds {form}, no table")
-        for name in source.class_names:
-            if name.splitlines() != [name.strip()] or not name.isprintable():
-                raise ValueError(
-                    f"the class {name!r} in {folder} is empty, or has a line break, an outer blank"
-                    " or an unprintable character in its name: rename it"
-                )
-        return form, source
-    return None
+    shown = ((form, read(folder, labels_column)) for form, read in FORMS.items())
+    single = None
+    for form, source in shown:
+        if source is not None and len(source.class_names) > 1:
+            break
+        single = single or (source and (form, source))  # another form may tell classes apart
+    else:
+        if single is None:
+            return None
+        form, source = single
+    if labels_column and FORMS[form] not in (tables.read, parquet.read):
+        raise ValueError(f"--labels_column={labels_column}: {folder} holds {form}, no table")
+    for name in source.class_names:
+        if name.splitlines() != [name.strip()] or not name.isprintable():
+            raise ValueError(
+                f"the class {name!r} in {folder} is empty, or has a line break, an outer blank or"
+                " an unprintable character in its name: rename it"
+            )
+    return form, source
 
 
 def read(folder: Path, labels_column: str = "") -> Source:

@@ -52,7 +52,8 @@ def read(source: Path, _: str = "") -> Source | None:
                 label = labels[Path(image.name).name]
                 yield Example(image.name, partial(_content, tar, image), label)
 
-    return Source(classes, 3, {"train": train, "validation": validation})
+    files = [source / TRAIN_TAR, source / VAL_TAR]
+    return Source(classes, 3, {"train": train, "validation": validation}, files)
 
 
 @contextlib.contextmanager

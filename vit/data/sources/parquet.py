@@ -52,7 +52,7 @@ def read(source: Path, labels_column: str = "") -> Source | None:
                     yield Example(f"{path}[{number}]", partial(bytes, encoded), name[x])
 
     splits = {split_of(path.stem): partial(examples, split_of(path.stem)) for path in paths}
-    return Source(classes or in_order(names), 0, splits)
+    return Source(classes or in_order(names), 0, splits, paths)
 
 
 class File(NamedTuple):

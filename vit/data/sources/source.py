@@ -24,7 +24,7 @@ SPLITS = {
 }
 """Split of a folder, a file or an array, by its name."""
 
-READ = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
+READ = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp")
 SUFFIXES = (*READ, ".tif", ".tiff", ".heic", ".avif")
 """Suffixes of pictures; those that cannot be read are named and counted, not ignored."""
 
@@ -49,6 +49,8 @@ class Source(NamedTuple):
     """1 or 3; 0 if the pictures must show it."""
     splits: dict[str, Callable[[], Iterator[Example]]]
     """Functions that give the same examples in the same order, opened only when read."""
+    files: Sequence[Path] = ()
+    """Files that are read."""
 
 
 def is_picture(path: Path) -> bool:

@@ -1,0 +1,197 @@
+"""Tables with a row for each picture: csv files, text files and the metadata of Hugging Face.
+
+The column of files is the one whose words are names of pictures in the folder, with or without
+suffix. Of a path only its end counts, so that paths of another machine and of Windows are read. The
+column of classes has a usual name, is the only other one, or is named. A file without a header has
+the columns "1", "2", ... The split is that of a column `split`, of the folder of the picture, or of
+the table's name or folder.
+"""
+
+import csv
+import io
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from vit.data.classes import in_order
+from vit.data.sources.folders import folders, pictures
+from vit.data.sources.source import (
+    SPLITS,
+    Example,
+    Source,
+    column_of_labels,
+    is_picture,
+    reading,
+    split_of,
+)
+
+SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
+SPLIT_COLUMNS = ("split", "subset", "set", "is_train", "partition")
+WORDS = SPLITS | {"dev": "validation", "1": "train", "0": "test", "true": "train", "false": "test"}
+"""Split of a word in such a column."""
+
+Rows = list[list[str]]
+
+
+class Table(NamedTuple):
+    """Columns and rows of a table, and the picture of each row."""
+
+    path: Path
+    columns: list[str]
+    rows: Rows
+    named: int
+    """Column of the pictures."""
+    pictures: list[Path | None]
+
+
+def read(source: Path, labels_column: str = "") -> Source | None:
+    """Read the pictures that the tables in the folder, or in folders of splits, name.
+
+    Raises:
+        ValueError: if a table cannot be read, names few pictures of the folder, or a column of
+            classes or splits is ambiguous.
+    """
+    found = [(source, None)]
+    found += [(f, SPLITS[f.name.lower()]) for f in folders(source) if f.name.lower() in SPLITS]
+    examples: dict[str, list[Example]] = defaultdict(list)
+    files: list[Path] = []
+    for folder, split in found:
+        paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+        find = _finder(folder)
+        tables = [table for path in paths if (table := _table(path, find)) is not None]
+        for table in tables:
+            files += [table.path, *(path for path in table.pictures if path)]
+            for part, example in _examples(table, folder, split, labels_column):
+                examples[part].append(example)
+    if not examples:
+        return None
+    names = in_order(example.label for rows in examples.values() for example in rows)
+    return Source(names, 0, {k: partial(iter, rows) for k, rows in examples.items()}, files)
+
+
+def _examples(
+    table: Table, folder: Path, split: str | None, labels_column: str
+) -> Iterator[tuple[str, Example]]:
+    """Yield the split and the example of each row."""
+    path, columns, rows = table.path, table.columns, table.rows
+    by_word = [i for i, name in enumerate(columns) if name.lower() in SPLIT_COLUMNS]
+    by_word = [i for i in by_word if columns[i] != labels_column][:1]
+    others = [name for i, name in enumerate(columns) if i not in (table.named, *by_word)]
+    label = columns.index(column_of_labels(path, others, labels_column))
+    tops = [_top(picture, folder) for picture in table.pictures]
+    by_folder = all(top.lower() in SPLITS for top in tops)
+    for row, picture, top in zip(rows, table.pictures, tops, strict=True):
+        part = split or (SPLITS[top.lower()] if by_folder else split_of(path.stem))
+        for column in by_word:
+            if (word := row[column].lower()) not in WORDS:
+                raise ValueError(
+                    f"{path}: the column {columns[column]!r} has {row[column]!r}: the splits are"
+                    " train, validation and test; rename its words, or the column"
+                )
+            part = WORDS[word]
+        word = row[table.named]
+        name = str(picture or f"{word}, named by {path}")
+        read = picture.read_bytes if picture else partial(_missing, word, folder)
+        yield part, Example(name, read, row[label])
+
+
+def _top(picture: Path | None, folder: Path) -> str:
+    """Return the first folder of a picture below the folder."""
+    parts = picture.relative_to(folder).parts if picture else ("",)
+    return parts[0] if parts[1:] else ""
+
+
+def _missing(word: str, folder: Path) -> bytes:
+    raise FileNotFoundError(f"no picture of {folder} has the name {word!r}, or several have it")
+
+
+def _table(path: Path, find: Callable[[str], Path | None]) -> Table | None:
+    """Return a table; None if it names no pictures.
+
+    Raises:
+        ValueError: if it cannot be read, or has the names of pictures of which most are missing.
+    """
+    rows = _rows(path)
+    if not rows:
+        return None
+    found = [[find(row[column]) for row in rows] for column in range(len(rows[0]))]
+    named = max(range(len(found)), key=lambda column: sum(map(bool, found[column])))
+    hits = sum(map(bool, found[named]))
+    if 2 * hits < len(rows) - 1:
+        look = [sum(is_picture(Path(row[i])) for row in rows) for i in range(len(found))]
+        if 2 * max(look) < len(rows):
+            return None
+        raise ValueError(
+            f"{path} names {max(look)} pictures, of which {hits} are in {path.parent}: complete"
+            " the folder, or remove the table"
+        )
+    if not hits:
+        return None
+    if found[named][0]:  # no header
+        return Table(path, [str(i + 1) for i in range(len(found))], rows, named, found[named])
+    return Table(path, rows[0], rows[1:], named, found[named][1:])
+
+
+def _rows(path: Path) -> Rows:
+    """Return the rows of a table, the header first; [] for a text that is none.
+
+    Columns are separated by a comma, semicolon, tabulator, bar, or the first blank of a line.
+    """
+    suffix = path.suffix.lower()
+    with reading(path, " as a table", UnicodeDecodeError, csv.Error, ValueError, RecursionError):
+        text = path.read_text("utf-8-sig")
+        if suffix == ".jsonl":
+            return _of_records([json.loads(line) for line in text.splitlines() if line.strip()])
+        delimiter = max(",;\t|", key=text.partition("\n")[0].count)
+        if delimiter not in text.partition("\n")[0]:
+            rows = [line.split(None, 1) for line in text.splitlines() if line.strip()]
+        else:
+            lines = csv.reader(io.StringIO(text, ""), delimiter=delimiter)
+            rows = [row for row in lines if row]
+    rows = [[word.strip() for word in row] for row in rows]
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(rows[0]):
+            if suffix == ".txt":
+                return []
+            raise ValueError(
+                f"{path}: row {number} has {len(row)} fields, the first {len(rows[0])}"
+            )
+    return rows if rows and rows[0][1:] else []
+
+
+def _of_records(records: Sequence[dict]) -> Rows:
+    """Return the rows of records, the names first."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    return [names, *([str(record.get(name, "")) for name in names] for record in records)]
+
+
+def _finder(folder: Path) -> Callable[[str], Path | None]:
+    """Return a function: name of a picture in the folder or below -> its path; None for none.
+
+    Of several pictures with the same name it is the one with most of the given folders.
+    """
+
+    @cache
+    def index() -> dict[str, list[Path]]:
+        found: dict[str, list[Path]] = defaultdict(list)
+        for path in pictures(folder):
+            for name in {path.name, path.stem}:
+                found[name].append(path)
+        return found
+
+    def find(word: str) -> Path | None:
+        parts = PurePosixPath(word.replace("\\", "/")).parts[::-1]
+        found = index().get(parts[0], []) if parts else []
+        for depth, part in enumerate(parts[1:], 2):
+            if len(found) < 2:
+                break
+            nearer = [path for path in found if path.parts[-depth:][0] == part]
+            found = nearer or found
+        direct = [path for path in found if path.parent == folder]
+        found = direct if len(found) > 1 and len(direct) == 1 else found
+        return found[0] if len(found) == 1 else None
+
+    return find
