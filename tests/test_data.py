@@ -12,7 +12,7 @@ from PIL import EpsImagePlugin, Image, ImageOps
 
 from tests.small import PATIENCE, small_config
 from tests.tiers import tiers
-from vit import config, data, prepare
+from vit import config, data, prepare, use
 from vit.data import augment
 
 
@@ -284,6 +284,43 @@ def test_grey_values_of_16_bits_keep_their_shades(channels):
     with Image.open(io.BytesIO(written)) as opened:
         assert opened.mode == "L"
         np.testing.assert_array_equal(np.asarray(opened), grey)
+
+
+def test_transparent_pixels_are_white():
+    """In training, prediction and `vit.prepare`; of all modes that have transparency."""
+    hidden = np.zeros((8, 8, 4), np.uint8)
+    hidden[:4] = 100, 100, 100, 255
+    hidden[4:6, :, 3] = 51  # black, a fifth of it
+    want = np.repeat([100, 204, 255], [4, 2, 2])
+    rgba = Image.fromarray(hidden)
+    grey, palette = rgba.convert("LA"), rgba.quantize(4)
+    keyed = Image.fromarray(hidden[..., 3])  # a colour that is transparent
+    for image, shades, more in [
+        (rgba, want, {}),
+        (grey, want, {}),
+        (palette, want, {}),
+        (keyed, np.repeat([255, 51, 255], [4, 2, 2]), {"transparency": 0}),
+    ]:
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", **more)
+        content, section = buffer.getvalue(), config.Data(image_size=8)
+        given = [use.checked(image)] if not more else []
+        written = np.asarray(Image.open(io.BytesIO(prepare.encode(content, 3))).convert("RGB"))
+        for pixels in (data.evaluated_pixels(content, section, 3), written, *given):
+            np.testing.assert_array_equal(pixels[:, 0, 0], shades)
+
+
+def test_arrays_of_pillow_are_colours_not_numbers_of_a_palette():
+    image = Image.fromarray(np.full((4, 4, 3), (200, 10, 10), np.uint8)).quantize(2)
+    assert image.mode == "P"
+    np.testing.assert_array_equal(use.checked(image)[0, 0], [200, 10, 10])
+
+
+@pytest.mark.parametrize(("bits", "largest"), [(8, 255), (12, 4095), (16, 65535)])
+def test_grey_values_have_as_many_bits_as_they_need(bits, largest):
+    values = np.array([[0, largest // 2, largest]], np.uint16)
+    found = np.asarray(augment.opaque(Image.fromarray(values)))
+    assert found.tolist() == [[0, 127, 255]], bits
 
 
 def test_a_fingerprint_changes_with_any_value():

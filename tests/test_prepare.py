@@ -150,6 +150,29 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
 # --- Encoding
 
 
+def turned_exif():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    return exif
+
+
+def test_of_several_images_in_a_file_the_first_keeps_its_bytes():
+    """MPO, as phones write it: a JPEG file followed by another."""
+    images = [opened(picture(seed=seed, size=(90, 60))) for seed in (0, 1)]
+    buffer = io.BytesIO()
+    images[0].save(buffer, "MPO", save_all=True, append_images=images[1:])
+    mpo = buffer.getvalue()
+    assert opened(mpo).format == "MPO"
+    kept = encode(mpo, 3)
+    assert mpo.startswith(kept)
+    assert len(kept) < 0.6 * len(mpo)
+    np.testing.assert_array_equal(np.asarray(opened(kept)), np.asarray(opened(mpo)))
+    assert encode(kept, 3) == kept
+    assert opened(encode(mpo, 3, 30)).size == (45, 30)
+    cut = mpo[: len(kept)]  # without the second one
+    assert encode(cut, 3) == cut
+
+
 def test_odd_images_are_converted_and_plain_ones_keep_their_bytes():
     """A shorter side above the bound becomes as long; colour model and format stay."""
     for mode, kind in (("RGB", "JPEG"), ("L", "PNG")):
@@ -159,16 +182,18 @@ def test_odd_images_are_converted_and_plain_ones_keep_their_bytes():
         assert (small.size, small.format, small.mode) == ((60, 40), kind, mode)
     for content in (picture(mode="CMYK"), picture(mode="RGBA", kind="PNG")):
         assert opened(encode(content, 3)).mode == "RGB"
-    for kind in ("BMP", "GIF", "WEBP"):
-        assert opened(encode(picture(kind=kind), 3)).format == "PNG"
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turned by a quarter
+    for kind, new in {"BMP": "PNG", "GIF": "PNG", "WEBP": "JPEG"}.items():
+        assert opened(encode(picture(kind=kind), 3)).format == new
+    exif = turned_exif()
     turned = picture(exif=exif, size=(90, 60))
     assert opened(encode(turned, 3)).size == (60, 90)
     assert opened(encode(turned, 3, 40)).size == (40, 60)
     for upright in (0, 1):  # 0 is no orientation, but written by some cameras
         exif[0x0112] = upright
         assert encode(picture(exif=exif), 3) == picture(exif=exif)
+    webp = io.BytesIO()
+    opened(encode(picture(size=(90, 60)), 3)).save(webp, "WEBP", exif=turned_exif())
+    assert opened(encode(webp.getvalue(), 3)).size == (60, 90)
     pixels = np.asarray(opened(encode(picture(size=(400, 400), kind="PNG"), 3, 8)))
     assert np.std(pixels) < 10, "noise is averaged, not sampled"
 

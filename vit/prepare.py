@@ -14,7 +14,8 @@ The format of the source is detected from its files:
 
 If there is nothing to evaluate on, a share of every class is held out as "validation". The command
 that trains on the result is printed. JPEG and PNG files are stored unchanged; other formats, colour
-models other than grey or RGB, and rotations noted in EXIF are converted. With --max_side=320 a
+models other than grey or RGB, and rotations noted in EXIF are converted: WebP to JPEG of quality
+95, others to PNG, transparent pixels on white. With --max_side=320 a
 picture whose shorter side is longer is resized to it, a JPEG again at quality 95: training then
 decodes fewer pixels. Lines at the end count the files that were read, and the others with the
 reason. Files that are no images, or truncated ones, are named and left out; more than
@@ -54,6 +55,7 @@ VALIDATION = 0.1
 """Share that is held out if there is nothing to evaluate on."""
 INSPECTED = 200
 """Pictures by which a grey data set is detected."""
+END_OF_JPEG = b"\xff\xd9"
 AHEAD = 4
 """Pictures for each core that are read before they are written."""
 
@@ -208,19 +210,21 @@ def encoded(
 def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
     """Return a whole, upright grey or RGB image as JPEG or PNG; unchanged if it is one already.
 
-    A shorter side above `max_side`, if that is not 0, becomes as long (bicubic, antialiased).
+    WebP becomes JPEG. Of a file with several JPEG images (MPO, of phones) the first is kept. A
+    shorter side above `max_side`, if that is not 0, becomes as long (bicubic, antialiased).
 
     Raises:
         OSError, SyntaxError, ...: as PIL, if the bytes are no image or a truncated one.
     """
     with augment.open_image(image) as opened:
         opened.load()
-        kind = "JPEG" if opened.format == "JPEG" else "PNG"
+        form, first = _form(opened, image)
+        kind = "JPEG" if form in ("JPEG", "WEBP") else "PNG"
         modes = ("L",) if channels == 1 else ("L", "RGB")
         upright = opened.getexif().get(0x0112) not in range(2, 9)  # the EXIF tag "Orientation"
         scale = max_side / min(opened.size) if max_side else 1
-        if opened.format == kind and opened.mode in modes and upright and scale >= 1:
-            return image
+        if opened.format and form == kind and opened.mode in modes and upright and scale >= 1:
+            return first
         mode = opened.mode if opened.mode in modes else modes[-1]
         converted = ImageOps.exif_transpose(opened).convert(mode)
         if scale < 1:
@@ -228,6 +232,14 @@ def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
     buffer = io.BytesIO()
     converted.save(buffer, kind, quality=95)
     return buffer.getvalue()
+
+
+def _form(opened: Image.Image, image: bytes) -> tuple[str | None, bytes]:
+    """Return the format of an image, and its bytes: those of the first image of an MPO file."""
+    if opened.format == "MPO":
+        size = opened.mpinfo[0xB002][0]["Size"]  # pyright: ignore[reportAttributeAccessIssue]
+        return "JPEG", image[:size] if image[size - 2 : size] == END_OF_JPEG else image
+    return opened.format or ("WEBP" if image[8:12] == b"WEBP" else None), image
 
 
 class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):

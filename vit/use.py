@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Float, UInt8
-from PIL import ImageOps
+from PIL import Image, ImageOps
 
 from performer.choices import unknown
 from vit import config as configs
@@ -90,8 +90,8 @@ class Trained:
 
         Args:
             images: sequence of images, each a file name or an array of uint8 of any size,
-                (height, width) or (height, width, 1 or 3); or one array (n, height, width, c), or
-                one file name.
+                (height, width) or (height, width, 1 or 3), or an image of Pillow; or one array (n,
+                height, width, c), or one file name. Transparent pixels are shown on white.
 
         Raises:
             ValueError: for an input that is no image; the message names it.
@@ -193,6 +193,9 @@ def listed(images: Any) -> list[Any]:
 
 def checked(image: Any) -> np.ndarray:
     """Return an image as an array (height, width, 1 or 3) of uint8; ValueError if it is none."""
+    if isinstance(image, Image.Image):  # its array may be of numbers of a palette
+        image = augment.opaque(image)
+        image = image if image.mode in ("L", "RGB") else image.convert("RGB")
     image = np.asarray(image)
     if image.dtype != np.uint8:
         raise ValueError(f"it is an array of {image.dtype}: give uint8, 0 to 255")

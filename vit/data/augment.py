@@ -165,9 +165,7 @@ FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP")
 
 
 def open_image(encoded: bytes) -> Image.Image:
-    """Open an image of one of the `FORMATS`; its pixels are not decoded yet.
-
-    Grey values of 16 bits become their higher 8 bits; Pillow's own conversion clips them.
+    """Open an image of one of the `FORMATS`, without transparency; others are decoded when used.
 
     Raises:
         OSError, SyntaxError, ...: errors of Pillow for broken files, or for more than 178,956,970
@@ -177,9 +175,29 @@ def open_image(encoded: bytes) -> Image.Image:
         opened = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError:
         raise OSError(f"it is none of {', '.join(FORMATS)}") from None
-    if opened.mode.startswith("I"):
-        return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
-    return opened
+    return opaque(opened)
+
+
+def opaque(image: Image.Image) -> Image.Image:
+    """Return an image without transparency, on white as browsers show it, in 8 bits per channel.
+
+    Of grey values of 16 bits the higher 8 bits are kept, which Pillow's own conversion clips. Where
+    all are below 4096 or 256, they have 12 or 8 bits. Images without either are returned as they
+    are.
+    """
+    if image.mode.startswith("I"):
+        values = np.asarray(image).clip(0, 2**16 - 1)
+        bits = next(bits for bits in (8, 12, 16) if values.max() < 2**bits)
+        new = Image.fromarray((values >> (bits - 8)).astype(np.uint8))
+    elif image.has_transparency_data:
+        colours = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        is_grey = image.mode in ("1", "L", "LA", "La")
+        new = Image.alpha_composite(white, colours).convert("L" if is_grey else "RGB")
+    else:
+        return image
+    new.info |= {name: x for name, x in image.info.items() if name == "exif"}
+    return new
 
 
 def to_pil(image: np.ndarray) -> Image.Image:
