@@ -228,8 +228,8 @@ def test_colour_models_are_converted():
 
 
 WORKERS = """
+import os, time
 import numpy as np
-from absl import app
 from vit import config, data
 def take(num_workers, process=0, processes=1, start=None, n=6):
     section = config.Data(batch_size=32, max_shift=1, num_workers=num_workers)
@@ -238,20 +238,40 @@ def take(num_workers, process=0, processes=1, start=None, n=6):
         stream.set_state(start)
     images = [next(stream)["image"] for _ in range(n)]
     return np.stack(images), stream.get_state()
-def main(_):
+def held():
+    names = [name for name in os.listdir("/dev/shm") if name.startswith("psm_")]
+    return {name: os.stat(f"/dev/shm/{name}").st_size for name in names}
+def largest(num_workers):
+    examples = [{"image": np.zeros(2**19, np.uint8)}] * 64
+    section = config.Data(name="", batch_size=2, num_workers=num_workers)
+    before, most = held(), 0
+    stream = iter(data.train_batches(data.in_memory(examples, examples), section, 0))
+    for _ in range(20):
+        batch = next(stream)
+        time.sleep(0.05)
+        most = max(most, sum(size for name, size in held().items() if name not in before))
+    stream.close()
+    return most / 2**20
+def main():
     want, _ = take(0)
     half, state = take(2, 1, 2, n=3)
     rest, _ = take(2, 1, 2, start=state, n=3)
     assert np.array_equal(want[:, 16:], np.concatenate([half, rest]))
     print("the same")
+    for n in (1, 2):
+        assert 3 * n < largest(n) <= 4 * n + 2
+    print("as counted")
 if __name__ == "__main__":
-    app.run(main)
+    main()
 """
 
 
 @pytest.mark.thorough
 def test_workers_do_not_change_the_stream(tmp_path):
-    """In a process of its own: grain's workers need parsed flags and a guarded main module."""
+    """In a process of its own: grain's workers need a guarded main module.
+
+    As many batches are in /dev/shm as `data.num_workers` counts.
+    """
     (tmp_path / "program.py").write_text(WORKERS)
     done = subprocess.run(
         [sys.executable, tmp_path / "program.py"],
@@ -260,7 +280,7 @@ def test_workers_do_not_change_the_stream(tmp_path):
         timeout=PATIENCE,
         env=os.environ | {"PYTHONPATH": "."},
     )
-    assert "the same" in done.stdout, done.stderr
+    assert done.stdout.splitlines() == ["the same", "as counted"], done.stderr
 
 
 def test_bytes_are_taken_for_a_picture_only(monkeypatch):

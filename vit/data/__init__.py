@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import grain
 import numpy as np
+from absl import flags
 from etils import epath
 from PIL import Image
 
@@ -127,15 +128,18 @@ def fingerprint(parts: Callable[[], Iterable[Any]]) -> Callable[[], str]:
 
     Arrays of objects are not hashed, only their shape.
     """
+    known: list[str] = []  # functools.cache cannot be sent to workers
 
-    @cache
     def hashed() -> str:
+        if known:
+            return known[0]
         total = hashlib.blake2b(digest_size=16)
         for part in parts():
             x = np.frombuffer(part, np.uint8) if isinstance(part, bytes) else np.asarray(part)
             total.update(f"{x.dtype} {x.shape}".encode())
             total.update(b"" if x.dtype.hasobject else np.ascontiguousarray(x).tobytes())
-        return total.hexdigest()
+        known.append(total.hexdigest())
+        return known[0]
 
     return hashed
 
@@ -294,7 +298,8 @@ def _from_tfds(data: config.Data) -> Dataset:
                 f" ({str(error).splitlines()[-1]})"
             ) from error
         sources.append(source)
-    files = fingerprint(lambda: _files(builder.data_path))
+    folder = epath.Path(builder.data_path)
+    files = fingerprint(lambda: _files(folder))
     return Dataset(*sources, class_names=class_names, channels=channels, fingerprint=files)
 
 
@@ -393,6 +398,8 @@ def train_batches(
     places = grain.MapDataset.range(start * processes + process, sys.maxsize, processes)
     read = places.map(batch).to_iter_dataset(READ_AHEAD)
     if workers := num_workers(data.num_workers, batch_bytes(dataset, data, processes)):
+        if not flags.FLAGS.is_parsed():  # grain reads flags of absl, also in a script without any
+            flags.FLAGS.mark_as_parsed()
         options = grain.MultiprocessingOptions(num_workers=workers)
         read = read.mp_prefetch(options, _start_worker)
     return read
@@ -423,8 +430,9 @@ def eval_batches(
 def num_workers(requested: int, batch_bytes: int, folder: Path = SHARED) -> int:
     """Return the number of workers of this host for `config.data.num_workers`.
 
-    It is at most the number whose batches fit into the shared memory, two of each: otherwise the
-    kernel kills a worker (SIGBUS) in the middle of a run.
+    It is at most the number whose batches fit into the shared memory: otherwise the kernel kills a
+    worker (SIGBUS) in the middle of a run. With n workers grain holds up to 4 n + 2 batches, as
+    measured.
 
     Args:
         requested: number of workers; -1 for one per core but one.
@@ -435,7 +443,7 @@ def num_workers(requested: int, batch_bytes: int, folder: Path = SHARED) -> int:
     if not number or not folder.is_dir():
         return number
     there = os.statvfs(folder)
-    return min(number, there.f_bavail * there.f_frsize // (2 * batch_bytes))
+    return min(number, max(0, there.f_bavail * there.f_frsize // batch_bytes - 2) // 4)
 
 
 def batch_bytes(dataset: Dataset, data: config.Data, processes: int = 1) -> int:
