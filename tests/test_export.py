@@ -1,10 +1,13 @@
 """A model written as one program: what it is worth to a process that has JAX alone."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -83,6 +86,25 @@ def test_every_model_for_every_number_of_images(name):
     for number in (1, 6):
         want, _ = model.outputs(images(number))
         np.testing.assert_allclose(program.call(images(number)), want, atol=2e-2)
+
+
+@pytest.mark.parametrize("failing", ["birds.stablehlo", "birds.json"])
+def test_a_full_disk_leaves_nothing_and_the_same_command_works(tmp_path, monkeypatch, failing):
+    program = jax.export.export(jax.jit(lambda x: x))(jax.ShapeDtypeStruct((2,), np.float32))
+    monkeypatch.setattr(export, "symbolic", lambda trained: program)
+    model, out = trained(), tmp_path / "birds.stablehlo"
+
+    def sync(number):
+        if Path(os.readlink(f"/proc/self/fd/{number}")).name == f"{failing}.tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", sync)
+        with pytest.raises(OSError, match=f"No space left on device: .*{failing}"):
+            export.export(model, out)
+    assert list(tmp_path.iterdir()) == []
+    export.export(model, out)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["birds.json", "birds.stablehlo"]
 
 
 def test_nothing_is_overwritten(tmp_path):

@@ -66,13 +66,18 @@ def export(trained: use.Trained, out: Path) -> str:
 
     Raises:
         ValueError: as `beside`.
+        OSError: if a file cannot be written; neither exists then.
     """
     about, program = beside(out), symbolic(trained)
     content = bytes(program.serialize())  # fails above 2 GiB
     out.parent.mkdir(parents=True, exist_ok=True)
     record = {"program": out.name, **described(trained, program)}
-    files.write(about, json.dumps(record, indent=2) + "\n")
     files.write(out, content)
+    try:
+        files.write(about, json.dumps(record, indent=2) + "\n")
+    except OSError:
+        out.unlink()  # the same command would be refused
+        raise
     return LOADER.format(program=out.name, about=about.name)
 
 

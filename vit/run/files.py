@@ -14,12 +14,15 @@ def write(path: Path, content: str | bytes) -> None:
     """Write the file atomically; a link in its place is replaced, not followed."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    with naming(path), temporary.open("xb") as file:
-        is_text = isinstance(content, str)
-        file.write(content.encode(errors="surrogateescape") if is_text else content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with naming(path), temporary.open("xb") as file:
+            is_text = isinstance(content, str)
+            file.write(content.encode(errors="surrogateescape") if is_text else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
