@@ -1,6 +1,7 @@
 """vit.prepare: what it writes, bad files, stops and full disks, and reading the result back."""
 
 import io
+import os
 import re
 import shutil
 
@@ -122,6 +123,16 @@ def test_other_pictures_have_another_fingerprint(source, tmp_path):
     (source / "train" / "cat" / "0.jpg").write_bytes(picture(seed=99))
     prepare(source, tmp_path / "second", "pets")
     assert fingerprint("first") == fingerprint("copy") != fingerprint("second")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_named_and_not_waited_for(source, tmp_path, capsys, make):
+    make(source / "train" / "cat" / "x.jpg")
+    assert prepare(source, tmp_path / "out") == {"train": 6, "validation": 4, "skipped": 1}
+    assert "x.jpg is no file, but a folder, a pipe or a device" in capsys.readouterr().err
+    make(source / "train" / "index.csv")
+    with pytest.raises(ValueError, match=r"index.csv cannot be read as a table: it is no file"):
+        prepare(source / "train", tmp_path / "out")
 
 
 def no_image(source):

@@ -137,6 +137,7 @@ def test_images_are_those_of_the_evaluation(model, tmp_path):
         ([noise(8, 8, 4)], r"its shape is \(8, 8, 4\): give"),
         (["nowhere.png"], "nowhere.png cannot be read as an image: .*No such file"),
         ([__file__], "test_use.py cannot be read as an image"),
+        (["/dev/zero"], "/dev/zero cannot be read as an image: /dev/zero is no file"),
     ],
 )
 def test_what_is_no_image_is_refused(model, images, message):

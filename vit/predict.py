@@ -26,7 +26,8 @@ from rich.progress import Progress
 
 from vit import use
 from vit.config import arguments, cli
-from vit.data.sources.source import READ, is_picture
+from vit.data.sources import folders
+from vit.data.sources.source import READ
 from vit.reports import rollout
 from vit.run import devices, files, safety
 
@@ -54,8 +55,7 @@ def pictures(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist")
-        inside = sorted(p for p in path.rglob("*") if is_picture(p))
-        found += inside if path.is_dir() else [path]
+        found += folders.pictures(path) if path.is_dir() else [path]
     if not found:
         raise ValueError(f"no pictures: give files, or folders with {', '.join(READ)} in them")
     return found

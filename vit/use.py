@@ -29,6 +29,7 @@ from vit import config as configs
 from vit import data
 from vit.config import recipe
 from vit.data import augment
+from vit.data.sources.source import content as read
 from vit.data.sources.source import holdout
 from vit.model import ViT, classification
 from vit.run import checkpoint, loop, steps
@@ -140,7 +141,7 @@ class Trained:
         """
         is_file = isinstance(image, str | os.PathLike)
         try:
-            content = upright(Path(image).read_bytes()) if is_file else checked(image)
+            content = upright(read(Path(image))) if is_file else checked(image)
             return data.evaluated_pixels(content, self.config.data, self.channels)
         except Exception as error:  # PIL raises many kinds for broken files
             name = image if is_file else "an array"

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from vit.data.classes import in_order
-from vit.data.sources.source import SPLITS, Example, Source, by_split, is_picture
+from vit.data.sources.source import SPLITS, Example, Source, by_split, content, is_picture
 
 
 def folders(folder: Path) -> list[Path]:
@@ -86,7 +86,7 @@ def _source(names: Sequence[str], splits: dict[str, dict[str, list[Path]]]) -> S
 def _examples(own: dict[str, list[Path]]) -> Iterator[Example]:
     for name, paths in own.items():
         for path in paths:
-            yield Example(str(path), path.read_bytes, name)
+            yield Example(str(path), partial(content, path), name)
 
 
 def account(source: Path, read: Sequence[Path]) -> list[str]:

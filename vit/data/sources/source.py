@@ -58,10 +58,24 @@ def is_picture(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
+def content(path: Path) -> bytes:
+    """Return the bytes of a picture.
+
+    Raises:
+        OSError: if it cannot be read, or is no file: a pipe would be waited for, and a device may
+            have no end.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no file, but a folder, a pipe or a device")
+    return path.read_bytes()
+
+
 @contextlib.contextmanager
 def reading(path: os.PathLike | str, form: str, *errors: type[Exception]) -> Iterator[None]:
     """Make errors of the block, OSError among them, a ValueError that names the file."""
     try:
+        if isinstance(path, Path) and path.exists() and not path.is_file():
+            raise OSError("it is no file, but a folder, a pipe or a device")
         yield
     except (OSError, *errors) as error:
         raise ValueError(f"{path} cannot be read{form}: {error}") from error

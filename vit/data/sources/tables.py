@@ -23,6 +23,7 @@ from vit.data.sources.source import (
     Example,
     Source,
     column_of_labels,
+    content,
     is_picture,
     reading,
     split_of,
@@ -60,6 +61,7 @@ def read(source: Path, labels_column: str = "") -> Source | None:
     files: list[Path] = []
     for folder, split in found:
         paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+        paths = [path for path in paths if not path.is_dir()]
         find = _finder(folder)
         tables = [table for path in paths if (table := _table(path, find)) is not None]
         for table in tables:
@@ -94,7 +96,7 @@ def _examples(
             part = WORDS[word]
         word = row[table.named]
         name = str(picture or f"{word}, named by {path}")
-        read = picture.read_bytes if picture else partial(_missing, word, folder)
+        read = partial(content, picture) if picture else partial(_missing, word, folder)
         yield part, Example(name, read, row[label])
 
 
