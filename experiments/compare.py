@@ -40,9 +40,11 @@ from performer.choices import unknown
 from vit import config as configs
 from vit import data
 from vit.config import arguments
+from vit.model import classification
 from vit.reports import attention_report, metrics
 from vit.reports import report as reports
 from vit.run import checkpoint, devices, files, loop, runs
+from vit.task import of_folder
 
 SOFTMAX = "softmax"
 IMAGES, DRAWS, MEASURED = 4, 4, 3
@@ -291,10 +293,12 @@ def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline:
     found: dict[Setting, dict[int, Run]] = {}
     for folder in folders:
         config, log = configs.of_run(folder), metrics.read(folder / "metrics.jsonl")
+        of_folder(folder, classification.NAME)
         flat, diverged = configs.flatten(config), files.noted(folder / "diverged.json")
         last = log[-1] if log else {}
-        at_end = last and last["step"] == round(config.num_epochs * last["step"] / last["epoch"])
-        if not diverged and not (at_end and "eval_loss" in last):
+        epoch = last.get("epoch")
+        at_end = epoch and last["step"] == round(config.num_epochs * last["step"] / epoch)
+        if not diverged and not (at_end and "eval_accuracy" in last):
             raise ValueError(f"{folder} has not ended; the command that began it resumes it")
         coupling = SOFTMAX if config.attention.kind == SOFTMAX else config.attention.coupling
         setting = Setting(coupling, tuple((name, flat[name]) for name in fields))

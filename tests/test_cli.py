@@ -41,7 +41,16 @@ def test_the_program_runs_as_main_and_names_the_script(
     found = cli.programs("tools")
     assert found == {"one": ("tools.one", "Does one thing.")}
     monkeypatch.setattr(cli, "_typed", [])
+    monkeypatch.setattr(cli, "_programs", {})
     monkeypatch.setattr(sys, "argv", [typed, "one", "--flag=3"])
     cli.run(script, found)
     lines = ["__main__ ['--flag=3']", f"{again} next", f"{again} one --flag=3", "runs"]
     assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_command_has_the_name_that_it_has_in_the_script(monkeypatch):
+    """`vit.train` trains a run of the language model on under the name "resume"."""
+    monkeypatch.setattr(cli, "_typed", ["python", "-m", "tools", "convert"])
+    found = {"train": ("tools.train", ""), "resume": ("vit.train", "")}
+    monkeypatch.setattr(cli, "_programs", found)
+    assert cli.command("train", workdir="a") == "python -m tools resume --workdir=a"

@@ -12,7 +12,7 @@ from experiments.compare import Result, Run, Setting
 from tests.small import SHALLOW, read_csv, sized, small_config
 from vit import config, evaluate, train
 from vit.reports import metrics
-from vit.run import loop
+from vit.run import files, loop
 
 pytestmark = pytest.mark.thorough
 
@@ -205,6 +205,11 @@ def test_a_report_of_any_finished_runs(compared, tmp_path):
     config.save(changed, folders[2] / "config.json")
     with pytest.raises(ValueError, match="--baseline=orf has no run with log_every=1"):
         compare.of_runs([folders[0], folders[2]], tmp_path / "unpaired", baseline="orf")
+    described = files.noted(folders[0] / "task.json") | {"task": "language model"}
+    shutil.copytree(folders[0], tmp_path / "text")
+    files.note(tmp_path / "text" / "task.json", described)
+    with pytest.raises(ValueError, match="text holds a run of the task 'language model', not of"):
+        compare.of_runs([tmp_path / "text"], tmp_path / "texts")
     log = tmp_path / "seed1" / "metrics.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(ValueError, match="seed1 has not ended"):

@@ -14,6 +14,7 @@ from tests.small import PATIENCE, small_config
 from tests.tiers import tiers
 from vit import config, data, prepare, use
 from vit.data import augment
+from vit.run import devices, runs
 
 
 @pytest.fixture(scope="module")
@@ -281,6 +282,26 @@ def test_workers_do_not_change_the_stream(tmp_path):
         env=os.environ | {"PYTHONPATH": "."},
     )
     assert done.stdout.splitlines() == ["the same", "as counted"], done.stderr
+
+
+def test_a_killed_worker_is_named(monkeypatch):
+    """grain raises RuntimeError; others stay."""
+    section, dataset = config.Data(batch_size=32, num_workers=3), data.load(config.Data())
+    settings = small_config(data=section)
+    for message, kind in (
+        ("Worker process was term\nlogs", ChildProcessError),
+        ("x", RuntimeError),
+    ):
+
+        def stream(*_, message=message):
+            yield {"image": np.zeros((1, 8, 8, 1), np.uint8)}
+            raise RuntimeError(message)
+
+        monkeypatch.setattr(data, "train_batches", stream)
+        with runs.batches(dataset, settings, devices.mesh(settings), 0) as batches:
+            next(batches)
+            with pytest.raises(kind, match=r"num_workers=3 was killed \(W.*term\)|^x$"):
+                next(batches)
 
 
 def test_bytes_are_taken_for_a_picture_only(monkeypatch):

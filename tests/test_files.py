@@ -26,7 +26,7 @@ def test_notes(tmp_path):
     assert files.noted(path) is None
     files.note(path, record)
     assert files.noted(path) == record
-    for damaged in (path.read_text()[:-3], "[1, 2]", ""):
+    for damaged in (path.read_text()[:-3], "[1, 2]", "", '{"a":' * 100_000):
         path.write_text(damaged)
         assert files.noted(path) is None
 

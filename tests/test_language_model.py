@@ -166,6 +166,34 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
         runs.restore(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": -1}, "--length=-1 must be from 0 to"),
+        ({"length": 10**12}, "--length=1000000000000 must be from 0 to"),
+        ({"seed": 10**20}, "--seed=1000.* must be from 0 to"),
+        ({"temperature": float("nan")}, "--temperature=nan must be a finite number from 0"),
+        ({"temperature": -1.0}, "--temperature=-1.0 must be"),
+        ({"prompt": ""}, "--prompt must have"),
+    ],
+)
+def test_texts_that_cannot_be_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate.main(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 0}, {"length": -3}, {"steps": 0}, {"seed": 10**20}, {"length": 10**12}],
+)
+def test_runs_that_cannot_be_are_refused(tmp_path, options):
+    ((name, x),) = options.items()
+    message = f"--{name}={x} must be at least 1|config.seed=1000|windows of 1000000000000 need"
+    with pytest.raises(ValueError, match=message):
+        train.main(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_heads_of_the_window_alone_are_trained_on():
     """Weight decay made NaN of their far weight, -inf."""
     far = Far.of(jnp.ones((2, 6, 8)))._replace(weight=jnp.full(2, -jnp.inf))

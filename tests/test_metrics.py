@@ -92,6 +92,19 @@ def written(log):
     return log.read_bytes()
 
 
+def test_the_end_of_a_run_needs_its_last_line(tmp_path):
+    whole = {"step": 3, "epoch": 1.0, "seconds": 2.0, "eval_loss": 0.5, "eval_examples": 4}
+    for name in ("epoch", "eval_loss"):
+        (tmp_path / "log").unlink(missing_ok=True)
+        metrics.append(tmp_path / "log", {k: x for k, x in whole.items() if k != name})
+        with pytest.raises(ValueError, match=f"last line of .*log lacks {name}: the log was chan"):
+            metrics.last(tmp_path / "log")
+    metrics.append(tmp_path / "log", whole)
+    assert metrics.last(tmp_path / "log") == whole
+    with pytest.raises(ValueError, match="lacks epoch, eval_examples, eval_loss, seconds"):
+        metrics.last(tmp_path / "none")
+
+
 def test_a_damaged_line_of_a_log_costs_itself_alone(tmp_path):
     log = tmp_path / "metrics.jsonl"
     content = written(log)

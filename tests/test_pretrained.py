@@ -230,6 +230,9 @@ def test_files_that_are_no_weights(file, tmp_path):
     refused(file(odd), r"no place in this ViT:\n  Transformer/encoderblock_0/LayerNorm_3/scale")
     cut = weights() | {"Transformer/posembed_input/pos_embedding": np.zeros((1, 7, WIDTH))}
     refused(file(cut), "7 positions, with 1 tokens, are not those of square pictures")
+    with zipfile.ZipFile(file({k: x for k, x in weights().items() if k != "cls"}), "a") as archive:
+        archive.writestr("cls", b"text")
+    refused(tmp_path / "weights.npz", r"cls: of type \|S4")
     pickled = np.array([{}], dtype=object)
     refused(file(weights() | {"head/bias": pickled}), "head/bias in .*Object arrays cannot")
 

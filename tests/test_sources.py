@@ -7,6 +7,7 @@ import pickle
 import shutil
 import struct
 import tarfile
+import zipfile
 from functools import partial
 
 import numpy as np
@@ -348,6 +349,16 @@ def cut(name, end):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:end])
 
 
+def member(name, content):
+    """Add a member that is no array to the npz file."""
+
+    def write(folder):
+        with zipfile.ZipFile(folder / "pictures.npz", "a") as archive:
+            archive.writestr(name, content)
+
+    return write
+
+
 def flipped(folder):
     """A member whose checksum is wrong is the end of the archive for tarfile."""
     content = bytearray((folder / VAL).read_bytes())
@@ -391,6 +402,7 @@ DAMAGED = [
     (write_ilsvrc2012, lambda f: tar(f / VAL, {"0.JPEG": b""}), "cannot be read: '0.JPEG'"),
     (lines(b"file,a,b", b"p0.png,cat,x", b"p1.png,dog,y"), None, "which column .* there are a, b"),
     (lines(b"file,label", b"p0.png,", b"p1.png,a"), None, "the class '' in .* is empty"),
+    (npz(labels=NUMBERS), member("images", b"text"), r"images is \|S4\[\]: images are uint8"),
     (npz(images=images()), None, r"images and labels.*it holds .*images uint8\[17, 5, 6\]"),
     (npz(images=images(channels=(2,)), labels=NUMBERS), None, r"height, width\[, 1 or 3\]"),
     (npz(images=images(), labels=np.array([Evil()] * 17)), None, "allow_pickle=False"),

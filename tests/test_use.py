@@ -156,6 +156,16 @@ def test_what_cannot_be_loaded_is_named(digits_run, tmp_path):
     (workdir / "task.json").unlink()
     with pytest.raises(ValueError, match=r"old has no task.json, which names the classes"):
         vit.load(workdir)
+    whole = files.noted(digits_run[0] / "task.json")
+    for changed, message in [
+        ({k: x for k, x in whole.items() if k != "channels"}, "task.json lacks 'channels': it was"),
+        (whole | {"class_names": "abc"}, "task.json: 'class_names' must be a list"),
+        (whole | {"channels": "1"}, "task.json: 'channels' must be a int"),
+    ]:
+        files.note(workdir / "task.json", changed)
+        with pytest.raises(ValueError, match=message):
+            vit.load(workdir)
+    (workdir / "task.json").unlink()
     runs.claim(workdir, TRAINED, *runs.subject(TRAINED))  # the next start writes it
     assert files.noted(workdir / "task.json") == files.noted(digits_run[0] / "task.json")
 

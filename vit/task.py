@@ -115,7 +115,14 @@ SUBJECTS: dict[str, Callable[[Config, dict[str, Any]], tuple[Dataset, Task]]] = 
 The content is {} for a new run. The module of a task adds its function when it is imported."""
 
 
-def of_folder(workdir: Path, *names: str) -> dict[str, Any]:
+class Described(dict[str, Any]):
+    """Content of a `task.json`: a missing name raises ValueError."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(f"task.json lacks {name!r}: it was changed, or is of another version")
+
+
+def of_folder(workdir: Path, *names: str) -> Described:
     """Return the content of the folder's `task.json`; {} for none.
 
     Args:
@@ -123,9 +130,13 @@ def of_folder(workdir: Path, *names: str) -> dict[str, Any]:
         names: supported tasks.
 
     Raises:
-        ValueError: for a run of another task; the message names the command for it.
+        ValueError: for a run of another task (the message names the command for it), or for values
+            of other types.
     """
-    found = files.noted(workdir / "task.json") or {}
+    found = Described(files.noted(workdir / "task.json") or {})
+    for key, kind in {"class_names": list, "channels": int, "settings": dict}.items():
+        if not isinstance(found.get(key, kind()), kind):
+            raise ValueError(f"{workdir / 'task.json'}: {key!r} must be a {kind.__name__}")
     name = found.get("task")
     if found and name not in names:
         held = f"the task {name!r}" if name else "a task without a name"

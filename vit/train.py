@@ -23,6 +23,7 @@ from absl import logging
 from vit import config as configs
 from vit.config import arguments
 from vit.config.cli import command
+from vit.model import classification
 from vit.reports import metrics
 from vit.run import devices, loggers
 from vit.run import dry_run as dry
@@ -81,7 +82,8 @@ def main(
             f" ({record['eval_examples']} examples) after {record['epoch']:.0f} epochs,"
             f" {record['seconds']:.0f} s; the run is in {workdir}"
         )
-        print(f"on other pictures: {command('predict', workdir=workdir)} FILE_OR_FOLDER ...")
+        if of_folder(workdir, *SUBJECTS).get("task") == classification.NAME:
+            print(f"on other pictures: {command('predict', workdir=workdir)} FILE_OR_FOLDER ...")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ With a Performer's attention the state has a constant size; exact attention keep
 values.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from experiments.common import launch
 from experiments.language_model import text
 from experiments.language_model.model import Decoder
 from experiments.language_model.task import NAME
+from vit.config import LARGEST
 from vit.run import runs
 from vit.task import of_folder
 
@@ -98,9 +100,14 @@ def main(
         seed: seed of the draws.
     """
     of_folder(workdir, NAME)
-    run = runs.restore(workdir)
     if not prompt:
         raise ValueError("--prompt must have at least one character")
+    for name, x in dict(length=length, seed=seed).items():
+        if not 0 <= x <= LARGEST:
+            raise ValueError(f"--{name}={x} must be from 0 to {LARGEST}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"--temperature={temperature} must be a finite number from 0 on")
+    run = runs.restore(workdir)
     model, characters = run.model(), run.dataset.class_names
     tokens = np.asarray(text.encoded(prompt, characters), np.int32)
     sys.stdout.write(prompt)

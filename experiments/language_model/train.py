@@ -104,6 +104,9 @@ def main(
         seed: seed of parameters, data and draws.
         quick: a smaller model, 150 steps of 128 characters.
     """
+    numbers = dict(steps=steps, length=length, batch_size=batch_size, window=window)
+    if small := [f"--{name}={x}" for name, x in numbers.items() if x < 1]:
+        raise ValueError(f"{', '.join(small)} must be at least 1")
     if quick:
         length, steps = min(128, length), min(150, steps)
     source = str(text or "")

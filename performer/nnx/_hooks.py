@@ -102,7 +102,7 @@ def call_of(query, key, bias=None, mask=None, is_causal=False, scale=None, **opt
     refused = [text for name, text in REFUSED.items() if options.get(name) not in (None, False)]
     if bias is not None:
         refused.append("a bias")
-    if options.get("dropout_rate", 0) > 0 and not options.get("deterministic", False):
+    if options.get("dropout_rate", 0) != 0 and not options.get("deterministic", False):
         refused.append("dropout on the attention")
     if is_causal and query.shape[-3] != key.shape[-3]:
         refused.append("causal attention of fewer queries than keys")

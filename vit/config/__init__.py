@@ -564,13 +564,13 @@ def load(path: Path) -> Config:
         ValueError: if the file is no config of this version; the message names the field.
     """
     try:
-        values = json.loads(path.read_bytes())
+        values = files.parsed(path.read_bytes())
         if values.get("attention", {}).get("implementation") == "xla":  # its earlier name
             values["attention"]["implementation"] = "blocked"
         sections = {name: kind(**values[name]) for name, kind in SECTIONS.items() if name in values}
         config = Config(**(values | sections))
         check_fields(config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error
     return config
 

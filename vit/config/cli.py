@@ -15,6 +15,8 @@ from performer.choices import unknown
 
 _typed: list[str] = []
 """The console script as typed, then its program; empty without one."""
+_programs: dict[str, tuple[str, str]] = {}
+"""Programs of the console script."""
 
 
 def command(name: str, /, *words: str, **flags: object) -> str:
@@ -28,7 +30,9 @@ def command(name: str, /, *words: str, **flags: object) -> str:
     Returns:
         "performer-vit train --workdir=runs/photos" or "python -m vit.train --workdir=runs/photos".
     """
-    program = [*_typed[:-1], name] if _typed else [sys.orig_argv[0], "-m", f"vit.{name}"]
+    module = f"vit.{name}"
+    own = next((key for key, (other, _) in _programs.items() if other == module), name)
+    program = [*_typed[:-1], own] if _typed else [sys.orig_argv[0], "-m", module]
     given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in flags.items()]
     return shlex.join([*program, *words, *given])
 
@@ -74,6 +78,7 @@ def run(script: str, found: dict[str, tuple[str, str]]) -> None:
     if name not in found:
         sys.exit(unknown(f"command of {script}:", name, found))
     is_given = shutil.which(script) == first or first.endswith(".py")  # a file by "python -m"
+    _programs.update(found)
     _typed[:] = [*(script.split() if is_given else [first]), name]
     sys.argv = [first, *words]
     runpy.run_module(found[name][0], run_name="__main__", alter_sys=True)

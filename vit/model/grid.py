@@ -93,7 +93,7 @@ class GridAttention(PerformerAttention):
         Raises:
             ValueError: for causal attention, segments, a bias or attention dropout.
         """
-        dropped = dropout_rate > 0 and not deterministic
+        dropped = dropout_rate != 0 and not deterministic
         if is_causal or dropped or not (bias is None and segment_ids is None):
             raise ValueError(
                 "attention under the mask of a grid is that of whole images: it has no causal order"

@@ -14,6 +14,21 @@ from vit.run import files
 Record = dict[str, Any]
 
 
+def last(path: Path) -> Record:
+    """Return the last record of the log of a run that has ended.
+
+    Raises:
+        ValueError: if it lacks what the end of a run writes.
+    """
+    record = (read(path) or [{}])[-1]
+    if missing := {"epoch", "seconds", "eval_loss", "eval_examples"} - record.keys():
+        raise ValueError(
+            f"the last line of {path} lacks {', '.join(sorted(missing))}: the log was changed or"
+            " removed. Restore it; vit.evaluate evaluates the run without it"
+        )
+    return record
+
+
 def append(path: Path, record: Record) -> None:
     """Add one line to the log."""
     with files.naming(path), path.open("a") as file:
@@ -60,7 +75,7 @@ def _lines(path: Path) -> list[Record]:
     records = []
     for line in files.read(path).splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            record = json.loads(line)
+            record = files.parsed(line)
             is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
             records += [record] * is_record
     return records

@@ -75,10 +75,18 @@ def note(path: Path, record: dict[str, Any]) -> None:
     write(path, json.dumps(record) + "\n")
 
 
+def parsed(text: str | bytes) -> Any:
+    """Return the value of a JSON text; ValueError also if it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def noted(path: Path) -> dict[str, Any] | None:
     """Return the record that `note` wrote, or None for a missing or damaged file."""
     try:
-        record = json.loads(read(path))
+        record = parsed(read(path))
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None

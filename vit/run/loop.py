@@ -301,4 +301,4 @@ def train(
 
     if lead:
         metrics.plot_learning_curve(path, workdir / "learning_curve.png")
-    return metrics.read(path)[-1]
+    return metrics.last(path)

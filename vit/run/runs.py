@@ -130,8 +130,17 @@ def batches(
     stream = iter(data.train_batches(dataset, config.data, config.seed, index, count, step))
 
     def in_order() -> Iterator[data.Batch]:
-        yield begun.result()
-        yield from stream
+        try:
+            yield begun.result()
+            yield from stream
+        except RuntimeError as error:  # grain's
+            if "Worker process" not in str(error):
+                raise
+            raise ChildProcessError(
+                f"a worker of config.data.num_workers={config.data.num_workers} was killed"
+                f" ({str(error).splitlines()[0]}), as for lack of memory: the same command resumes"
+                " from the last checkpoint, also with fewer workers"
+            ) from error
 
     with contextlib.closing(stream), ThreadPoolExecutor(1) as pool:
         begun = pool.submit(next, stream)

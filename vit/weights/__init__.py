@@ -4,13 +4,13 @@ A file .safetensors is that of transformers (`hugging_face`) or of timm; .npz is
 here runs what a file contains: pickles (.bin, .pth, .pt) are refused.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors
 
+from vit.run import files
 from vit.weights import google, hugging_face, timm
 from vit.weights.encoder import Encoder, as_float32, left_out
 
@@ -78,7 +78,7 @@ def _beside(path: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file of the same folder; empty if there is none."""
     place = path.parent / name
     try:
-        found = json.loads(place.read_bytes()) if place.exists() else {}
+        found = files.parsed(place.read_bytes()) if place.exists() else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{place} cannot be read: {error}") from error
     if not isinstance(found, dict):

@@ -72,7 +72,7 @@ def read(path: Path) -> Encoder:
             for name in file if prefixes else ():
                 inside = name.startswith(prefixes[0])
                 if inside and (prefixes[0] or not name.startswith("opt/")):
-                    arrays[name.removeprefix(prefixes[0])] = file[name]
+                    arrays[name.removeprefix(prefixes[0])] = np.asarray(file[name])
     except Exception as error:  # NumPy, zipfile and zlib raise many kinds for broken files
         place = f"{name} in {path}" if name else f"{path}"
         raise ValueError(f"{place} cannot be read as an .npz file: {error}") from error

@@ -105,8 +105,9 @@ def read_npz(source: Path, _: str = "") -> Source | None:
         errors = (TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
         with reading(path, "", *errors), np.load(path, allow_pickle=False) as file:
             # Some keep labels as (n, 1).
-            arrays = {k: x[:, 0] if x.shape[1:] == (1,) else x for k, x in file.items()}
-        names = [str(name) for name in arrays.pop("class_names", [])]
+            arrays = {k: np.asarray(x) for k, x in file.items()}  # bytes for what is no array
+            arrays = {k: x[:, 0] if x.shape[1:] == (1,) else x for k, x in arrays.items()}
+        names = [str(name) for name in np.atleast_1d(arrays.pop("class_names", []))]
         images, labels = (_by_split(path, arrays, words) for words in (IMAGES, LABELS))
         if not images or images.keys() != labels.keys():
             there = ", ".join(f"{key} {x.dtype}{list(x.shape)}" for key, x in arrays.items())

@@ -5,7 +5,6 @@ has text or integers, whose names may be in the metadata. The split is in the fi
 train-00000-of-00002.parquet; the files are in the folder or in one below it.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from vit.data.sources.source import (
     reading,
     split_of,
 )
+from vit.run import files
 
 
 def read(source: Path, labels_column: str = "") -> Source | None:
@@ -100,7 +100,7 @@ def _columns(path: Path, named: str) -> tuple[str, str, list[str]]:
     labels = [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
     label = column_of_labels(path, labels, named)
     try:
-        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        features = files.parsed(schema.metadata[b"huggingface"])["info"]["features"]
         return images[0], label, [str(name) for name in features[label]["names"]]
     except (KeyError, TypeError, ValueError):
         return images[0], label, []

@@ -9,7 +9,6 @@ the table's name or folder.
 
 import csv
 import io
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -28,6 +27,7 @@ from vit.data.sources.source import (
     reading,
     split_of,
 )
+from vit.run import files
 
 SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
 SPLIT_COLUMNS = ("split", "subset", "set", "is_train", "partition")
@@ -143,10 +143,10 @@ def _rows(path: Path) -> Rows:
     Columns are separated by a comma, semicolon, tabulator, bar, or the first blank of a line.
     """
     suffix = path.suffix.lower()
-    with reading(path, " as a table", UnicodeDecodeError, csv.Error, ValueError, RecursionError):
+    with reading(path, " as a table", UnicodeDecodeError, csv.Error, ValueError):
         text = path.read_text("utf-8-sig")
         if suffix == ".jsonl":
-            return _of_records([json.loads(line) for line in text.splitlines() if line.strip()])
+            return _of_records([files.parsed(line) for line in text.splitlines() if line.strip()])
         delimiter = max(",;\t|", key=text.partition("\n")[0].count)
         if delimiter not in text.partition("\n")[0]:
             rows = [line.split(None, 1) for line in text.splitlines() if line.strip()]
