@@ -44,6 +44,17 @@ def test_parallel_edges_add_up_and_a_loop_counts_once():
     assert without.normalised().to_dense().tolist() == np.eye(3).tolist()
 
 
+def test_edges_in_both_directions_count_once():
+    """As in PyTorch Geometric's edge_index; not if only some of them have both."""
+    both = [*EDGES, *((j, i) for i, j in EDGES if i != j)]
+    weights = [*WEIGHTS, *(w for (i, j), w in zip(EDGES, WEIGHTS, strict=True) if i != j)]
+    order = np.random.default_rng(0).permutation(len(both))
+    found = Graph.from_edges(np.array(both)[order], NUM_NODES, np.array(weights)[order])
+    np.testing.assert_allclose(found.to_dense(), weights_matrix(), rtol=1e-7)
+    some = Graph.from_edges([(0, 1), (1, 0), (1, 2)], 3)
+    assert some.to_dense().tolist() == [[0, 2, 0], [2, 0, 1], [0, 1, 0]]
+
+
 def test_normalised_is_one_minus_the_laplacian():
     found = example().normalised().to_dense()
     np.testing.assert_allclose(found, np.eye(NUM_NODES) - laplacian(weights_matrix()), atol=1e-7)

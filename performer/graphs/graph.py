@@ -32,10 +32,12 @@ class Graph(NamedTuple):
 
     @classmethod
     def from_edges(cls, edges: Any, num_nodes: int, weights: Any = None) -> "Graph":
-        """Return the graph of a list of edges, each undirected edge once.
+        """Return the graph of a list of edges, each undirected edge once or all in both directions.
 
         Args:
-            edges: pairs of node ids (E, 2), 0 to num_nodes - 1. Parallel edges add up.
+            edges: pairs of node ids (E, 2), 0 to num_nodes - 1. Parallel edges add up, unless the
+                list has every edge in both directions with the same weight, as the transposed
+                `edge_index` of PyTorch Geometric: each pair is then one edge.
             num_nodes: number of nodes, at least 1; nodes without edges are allowed.
             weights: weights (E,); 1 each if None.
 
@@ -60,12 +62,13 @@ class Graph(NamedTuple):
         values = np.ones(len(pairs)) if weights is None else _real(weights)
         if values.shape != (len(pairs),):
             raise ValueError(f"{len(pairs)} edges need as many weights, got shape {values.shape}")
-        back = pairs[:, 0] != pairs[:, 1]  # a loop counts once
-        rows, columns = np.concatenate([pairs, pairs[back, ::-1]]).T.astype(np.int64)
-        entries = np.concatenate([values, values[back]])
-        return cls.from_scipy(
-            scipy.sparse.coo_array((entries, (rows, columns)), shape=(num_nodes, num_nodes))
-        )
+        rows, columns = pairs.T.astype(np.int64)
+        shape = num_nodes, num_nodes
+        arcs = scipy.sparse.coo_array((values, (rows, columns)), shape=shape).tocsr()
+        if not (arcs != arcs.T).nnz:
+            return cls.from_scipy(arcs)
+        loops = scipy.sparse.diags_array(arcs.diagonal())  # a loop counts once
+        return cls.from_scipy(arcs + arcs.T - loops)
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> "Graph":
