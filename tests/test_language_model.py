@@ -16,7 +16,7 @@ from performer.refinement import LEARNED, Far
 from tests.small import read_csv
 from vit import convert, evaluate
 from vit.config import Attention, Size, of_run, validate
-from vit.run import loop, runs
+from vit.run import files, loop, runs
 from vit.task import random_streams
 from vit.weights.conversion import Case, exchanged
 
@@ -161,6 +161,11 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     other = text.dataset(text.numbered(WORDS[::-1]), 32)
     with pytest.raises(ValueError, match="(?s)holds another run.*fingerprint of the data: "):
         loop.train(config, tmp_path / "run", other, learned)
+    described = files.noted(tmp_path / "run" / "task.json")
+    files.note(tmp_path / "run" / "task.json", described | {"settings": {"lenght": 3}})
+    with pytest.raises(ValueError, match="settings in task.json are of another version: .*lenght"):
+        runs.restore(tmp_path / "run")
+    files.note(tmp_path / "run" / "task.json", described)
     source.write_text(WORDS.upper())
     with pytest.raises(ValueError, match="other characters"):
         runs.restore(tmp_path / "run")

@@ -402,6 +402,11 @@ DAMAGED = [
     (write_ilsvrc2012, lambda f: tar(f / VAL, {"0.JPEG": b""}), "cannot be read: '0.JPEG'"),
     (lines(b"file,a,b", b"p0.png,cat,x", b"p1.png,dog,y"), None, "which column .* there are a, b"),
     (lines(b"file,label", b"p0.png,", b"p1.png,a"), None, "the class '' in .* is empty"),
+    (
+        lines(b"file,label,set", b"p0.png,a,test", b"p1.png,b,test"),
+        None,
+        "no training split, but t",
+    ),
     (npz(labels=NUMBERS), member("images", b"text"), r"images is \|S4\[\]: images are uint8"),
     (npz(images=images()), None, r"images and labels.*it holds .*images uint8\[17, 5, 6\]"),
     (npz(images=images(channels=(2,)), labels=NUMBERS), None, r"height, width\[, 1 or 3\]"),
@@ -462,6 +467,17 @@ def test_rows_without_a_picture_are_errors_that_name_them(tmp_path):
     (tmp_path / "index.csv").write_text("file,split,label\np0.png,fold1,cat\np1.png,fold2,dog")
     with pytest.raises(ValueError, match="'split' has 'fold1': the splits are train, validation"):
         forms.read(tmp_path)
+
+
+def test_a_table_of_pictures_in_class_folders_needs_a_usual_column(tmp_path):
+    """A table of widths does not replace the classes."""
+    write_folders(tmp_path)
+    rows = [f"{name}/{number}.png,{number}" for number, name in ROWS]
+    (tmp_path / "sizes.csv").write_text("\n".join(["file,width", *rows]))
+    message = "the column 'width', or the folders of the pictures. Give --labels_column=width, or"
+    with pytest.raises(ValueError, match=message):
+        forms.read(tmp_path)
+    assert len(forms.read(tmp_path, "width").class_names) == 17
 
 
 def test_every_file_is_accounted_for(tmp_path, capsys):

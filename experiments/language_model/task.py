@@ -57,7 +57,11 @@ def of_run(config: Config, described: dict[str, Any]) -> tuple[Dataset, Task]:
     Raises:
         ValueError: for a text that cannot be read, or has other characters than it had.
     """
-    settings, source = Settings(**described["settings"]), config.data.dir
+    source = config.data.dir
+    try:
+        settings = Settings(**described["settings"])
+    except TypeError as error:
+        raise ValueError(f"the settings in task.json are of another version: {error}") from error
     found = text.read(source)
     if list(found.characters) != described["class_names"]:
         raise ValueError(f"{source or 'the text'} has other characters than when it was learned")

@@ -36,6 +36,8 @@ def find(folder: Path, labels_column: str = "") -> tuple[str, Source] | None:
         form, source = single
     if labels_column and FORMS[form] not in (tables.read, parquet.read):
         raise ValueError(f"--labels_column={labels_column}: {folder} holds {form}, no table")
+    if "train" not in source.splits:
+        raise ValueError(f"{folder} has no training split, but {', '.join(source.splits)}")
     for name in source.class_names:
         if name.splitlines() != [name.strip()] or not name.isprintable():
             raise ValueError(

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from vit.data.classes import in_order
 from vit.data.sources.folders import folders, pictures
 from vit.data.sources.source import (
+    LABELS,
     SPLITS,
     Example,
     Source,
@@ -84,6 +85,12 @@ def _examples(
     others = [name for i, name in enumerate(columns) if i not in (table.named, *by_word)]
     label = columns.index(column_of_labels(path, others, labels_column))
     tops = [_top(picture, folder) for picture in table.pictures]
+    class_folders = {top for top in tops if top and top.lower() not in SPLITS}
+    if len(class_folders) > 1 and not labels_column and columns[label].lower() not in LABELS:
+        raise ValueError(
+            f"{path}: are the classes those of the column {columns[label]!r}, or the folders of the"
+            f" pictures? Give --labels_column={columns[label]}, or remove the table"
+        )
     by_folder = all(top.lower() in SPLITS for top in tops)
     for row, picture, top in zip(rows, table.pictures, tops, strict=True):
         part = split or (SPLITS[top.lower()] if by_folder else split_of(path.stem))
