@@ -41,7 +41,7 @@ def saved(tmp_path_factory):
 def test_any_name_of_a_folder_works(tmp_path, monkeypatch, name):
     """Nothing is written elsewhere but a link; it is made again when temporary files are gone."""
     link = tmp_path / "link"
-    monkeypatch.setattr(checkpoint.tempfile, "gettempdir", lambda: link)
+    monkeypatch.setattr("tempfile.tempdir", str(link))
     link.mkdir()
     with checkpoint.open_checkpoints(tmp_path / name) as checkpoints:
         checkpoint.save(checkpoints, 1, state(1))

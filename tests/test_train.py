@@ -86,6 +86,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, c
         optim=config.Optim(learning_rate=1e-2, warmup_steps=1, accumulate=2, ema=0.9),
     )
     monkeypatch.setattr(devices, "peak_flops", lambda: 1e12)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # of the link to the folder
     train.train(settings, tmp_path / "whole")
 
     for stop, end in ((1, SystemExit), (2, KeyboardInterrupt)):
