@@ -8,7 +8,7 @@ from flax import nnx
 
 from performer.nnx import PerformerAttention
 from tests.small import TINY, read_csv, sized, small_config
-from vit import config, convert, evaluate, train
+from vit import config, convert, data, evaluate, train
 from vit.run import runs
 
 pytestmark = pytest.mark.thorough
@@ -59,6 +59,15 @@ def test_report(converted, softmax_run):
     errors = (float(rows[-1][f"error layer {i}"]) for i in range(2))
     assert mean == pytest.approx(max(errors), rel=0.5)  # other images
     assert mean < float(rows[1]["attention error"])
+
+
+def test_data_of_other_classes_are_refused(softmax_run, tmp_path, monkeypatch):
+    load = data.load
+    names = tuple("0123456789X")
+    monkeypatch.setattr(data, "load", lambda section: load(section)._replace(class_names=names))
+    with pytest.raises(ValueError, match="is not the data set of the run: 1 of the 11 .* run: X; "):
+        convert.convert(softmax_run, tmp_path / "out", **OPTIONS)
+    assert not (tmp_path / "out").exists()
 
 
 def test_kept_layers_are_in_the_config_and_stay_softmax(converted):
