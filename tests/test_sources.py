@@ -451,6 +451,16 @@ def test_a_folder_that_holds_pictures_is_a_class_whatever_its_name(tmp_path):
     assert sorted(labels_of(tmp_path)).count("train") == 10
 
 
+def test_a_picture_beside_the_class_folders_of_a_split_makes_it_no_class(tmp_path):
+    write_folders(tmp_path, train=slice(17), val=slice(3))
+    (tmp_path / "train" / "cover.png").write_bytes(picture(1))
+    source = forms.read(tmp_path)
+    assert (source.class_names, {*source.splits}) == (list(CLASSES), {"train", "validation"})
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "1.png").write_bytes(picture(1))  # without classes
+    assert {*forms.read(tmp_path).splits} == {"train", "validation"}
+
+
 def test_rows_without_a_picture_are_errors_that_name_them(tmp_path):
     """Also if they are the first; a table of which most pictures are missing is refused."""
     table("file,label", "p{0}.png,{1}")(tmp_path)
@@ -491,7 +501,7 @@ def test_every_file_is_accounted_for(tmp_path, capsys):
     (source / "means.csv").write_text("a,b\n1,2\n")
     prepare(source, tmp_path / "out")
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "read: 17 .png"
+    assert printed[0] == "read: 17 .png; 3 classes: cat, dog, emu"
     assert sorted(printed[1:]) == [
         "ignored: 1 .csv, not read as a table of pictures (means.csv)",
         "ignored: 1 .png, hidden, or a copy of macOS (cat/._0.png)",

@@ -147,7 +147,7 @@ def prepare(
                 builder.download_and_prepare(download_dir=downloads, download_config=parted)
             except RuntimeError as error:  # array_record's, as on a full disk
                 raise OSError(f"{target} cannot be written: {error}") from error
-    print("\n".join(folders.account(source, opened.files)))
+    print("\n".join(folders.account(source, opened)))
     counts = {split: info.num_examples for split, info in builder.info.splits.items()}
     return counts | {"skipped": len(skipped)}
 

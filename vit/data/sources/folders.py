@@ -1,8 +1,8 @@
 """Pictures as files: class folders, and folders with a table that has a row for each picture.
 
 Class folders are train/<class>/*.jpg, and val/ or test/ alike; or <class>/*.jpg at once. Pictures
-may be in folders below that of the class. A folder with the name of a split that holds pictures
-itself is a class.
+may be in folders below that of the class. A folder with the name of a split that holds pictures and
+no class folders is a class.
 """
 
 import os
@@ -13,6 +13,9 @@ from pathlib import Path
 
 from vit.data.classes import in_order
 from vit.data.sources.source import SPLITS, Example, Source, by_split, content, is_picture
+
+SHOWN = 10
+"""Classes that are listed."""
 
 
 def folders(folder: Path) -> list[Path]:
@@ -46,13 +49,20 @@ def classes(folder: Path) -> dict[str, list[Path]]:
 
 
 def split_folders(source: Path) -> list[Path]:
-    """Return the folders with the name of a split that hold no pictures themselves."""
-    named = (path for path in folders(source) if path.name.lower() in SPLITS)
-    return [folder for folder in named if not any(map(is_picture, _shown(folder)))]
+    """Return the folders with the name of a split that are no classes.
+
+    Classes hold pictures. A folder that holds both pictures and class folders is a split if no
+    other class is beside it.
+    """
+    named = [path for path in folders(source) if path.name.lower() in SPLITS]
+    holding = [path for path in named if _holds_pictures(path)]
+    beside = holding and any(pictures(path) for path in folders(source) if path not in named)
+    classes_of = [path for path in holding if beside or not classes(path)]
+    return [path for path in named if path not in classes_of]
 
 
-def _shown(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if not is_hidden(path)]
+def _holds_pictures(folder: Path) -> bool:
+    return any(is_picture(path) and not is_hidden(path) for path in folder.iterdir())
 
 
 def read_splits(source: Path, _: str = "") -> Source | None:
@@ -89,25 +99,21 @@ def _examples(own: dict[str, list[Path]]) -> Iterator[Example]:
             yield Example(str(path), partial(content, path), name)
 
 
-def account(source: Path, read: Sequence[Path]) -> list[str]:
-    """Return lines on the files of a folder: those that are read, and the others with the reason.
-
-    Args:
-        source: the folder.
-        read: its files that are read.
-    """
-    used = {*map(os.path.abspath, read)}
+def account(folder: Path, source: Source) -> list[str]:
+    """Return lines on the files of a folder: those that are read, the others with the reason."""
+    used = {*map(os.path.abspath, source.files)}
     ignored: Counter[tuple[str, str]] = Counter()
     first: dict[tuple[str, str], str] = {}
-    for place, names, files in os.walk(source):
+    for place, names, files in os.walk(folder):
         names.sort()
         for path in (Path(place, name) for name in sorted(files)):
             if os.path.abspath(path) not in used:
-                kind = path.suffix.lower() or "without suffix", _reason(path, source)
+                kind = path.suffix.lower() or "without suffix", _reason(path, folder)
                 ignored[kind] += 1
-                first.setdefault(kind, str(path.relative_to(source)))
-    counts = Counter(path.suffix.lower() or "without suffix" for path in read)
-    lines = [f"read: {_listed(counts)}"]
+                first.setdefault(kind, str(path.relative_to(folder)))
+    counts = Counter(path.suffix.lower() or "without suffix" for path in source.files)
+    known = [*source.class_names[:SHOWN], *["..."] * (len(source.class_names) > SHOWN)]
+    lines = [f"read: {_listed(counts)}; {len(source.class_names)} classes: {', '.join(known)}"]
     for (suffix, reason), number in sorted(ignored.items(), key=lambda item: -item[1]):
         lines.append(f"ignored: {number} {suffix}, {reason} ({first[suffix, reason]})")
     return lines
@@ -117,9 +123,9 @@ def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{number} {suffix}" for suffix, number in counts.most_common())
 
 
-def _reason(path: Path, source: Path) -> str:
+def _reason(path: Path, folder: Path) -> str:
     """Return why a file is not read."""
-    if any(is_hidden(Path(part)) for part in path.relative_to(source).parts):
+    if any(is_hidden(Path(part)) for part in path.relative_to(folder).parts):
         return "hidden, or a copy of macOS"
     if is_picture(path):
         return "not in a class folder or not named by the table"
