@@ -112,6 +112,16 @@ def test_a_data_set_is_read_from_its_folder_whatever_its_name(source, tmp_path):
     assert changed.fingerprint() != dataset.fingerprint() != ""
 
 
+def test_a_folder_of_raw_pictures_is_named_with_the_command(source, tmp_path):
+    """By its name or as the folder of data sets; beside a data set the name is unknown."""
+    for out, name in ((tmp_path, "pets"), (source, "x")):
+        with pytest.raises(ValueError, match="pets holds raw pictures: make .*prepare --source=.*"):
+            load(out, name, "validation")
+    prepare(source, source, "made")
+    with pytest.raises(ValueError, match="unknown config.data.name 'x'; did you mean 'made'"):
+        load(source, "x", "validation")
+
+
 def test_other_pictures_have_another_fingerprint(source, tmp_path):
     """As many of the same classes; a copy of a data set elsewhere has that of the original."""
 

@@ -330,12 +330,10 @@ def _builder(data: config.Data) -> Any:
             return read_only_builder.builder_from_directory(folders[data.name])
         except Exception as error:  # the files may hold anything
             raise _unreadable(data, error) from error
-    for folder in (root / data.name, root) if data.dir else ():
-        if folder.is_dir() and (form := forms.find(Path(folder))):
+    for folder in (root / data.name, *([root] * (not folders))) if data.dir else ():
+        if forms.is_raw(Path(folder)):
             prepare = command("prepare", source=folder, out="data")
-            raise ValueError(
-                f"{folder} holds raw pictures ({form[0]}): make a data set of them by {prepare}"
-            )
+            raise ValueError(f"{folder} holds raw pictures: make a data set of them by {prepare}")
     prepare = command("prepare", source="FOLDER", out=data.dir or "data")
     raise ValueError(
         f"{unknown('config.data.name', data.name, ['digits', *folders])} (those in"

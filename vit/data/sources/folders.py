@@ -1,4 +1,4 @@
-"""Pictures as files: class folders, and folders with a table that has a row for each picture.
+"""Pictures in class folders, and an account of the files of a folder.
 
 Class folders are train/<class>/*.jpg, and val/ or test/ alike; or <class>/*.jpg at once. Pictures
 may be in folders below that of the class. A folder with the name of a split that holds pictures and

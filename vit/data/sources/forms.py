@@ -1,9 +1,13 @@
 """The forms of raw pictures, one row each; a folder has the first form that it shows."""
 
+import itertools
 from pathlib import Path
 
 from vit.data.sources import arrays, folders, ilsvrc2012, parquet, tables
 from vit.data.sources.source import Source, is_picture
+
+INSPECTED = 10_000
+"""Files that are looked at for a hint."""
 
 FORMS = {
     "ILSVRC2012's tar files": ilsvrc2012.read,
@@ -45,6 +49,15 @@ def find(folder: Path, labels_column: str = "") -> tuple[str, Source] | None:
                 " an unprintable character in its name: rename it"
             )
     return form, source
+
+
+def is_raw(folder: Path) -> bool:
+    """Detect pictures, or files of many, among the first `INSPECTED` files near a folder."""
+    paths = itertools.chain.from_iterable(map(folder.glob, ("*", "*/*", "*/*/*")))
+    return any(
+        is_picture(path) or path.suffix in (".npz", ".parquet", ".tar") or "-ubyte" in path.name
+        for path in itertools.islice(paths, INSPECTED)
+    )
 
 
 def read(folder: Path, labels_column: str = "") -> Source:
