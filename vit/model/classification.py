@@ -58,8 +58,9 @@ def of_run(config: Config, described: Mapping[str, Any]) -> tuple[Dataset, Task]
     """
     dataset = data.load(config.data)
     if described:
+        class_names = described["class_names"]
         try:
-            dataset = data.with_classes(dataset, described["class_names"])
+            dataset = data.with_classes(dataset, class_names)
         except ValueError as error:
             raise ValueError(
                 f"config.data.name={config.data.name!r} in config.data.dir={config.data.dir!r} is"
