@@ -78,7 +78,7 @@ def draw(row, count, seed):
     ends = (np.array(edges, int).reshape(1, -1, 2) + shifts).reshape(-1, 2)
     sizes = np.tile(0.25 * np.array(weights), count)
     if row["parallel"]:
-        ends, sizes = np.concatenate([ends, ends[:, ::-1]]), np.tile(sizes / 2, 2)
+        ends, sizes = np.concatenate([ends, ends]), np.tile(sizes / 2, 2)
     coupling = row["coupling"]
     found = graph_random_features(
         jax.random.key(seed),

@@ -249,6 +249,10 @@ def of_layers():
         (call(heads(), sequence, mask=jnp.tril(ones(1, 1, 5, 5))), "masks over keys only"),
         (call(heads(), token, sequence, is_causal=True), "when decoding leave is_causal out"),
         (call(heads(dropout_rate=0.5), sequence, deterministic=False), r"dropout_rate=0\.5"),
+        (
+            call(layer(), *[ones(3, 5, 2, 4)] * 3, dropout_rate=float("nan"), deterministic=False),
+            "dropout_rate=nan",
+        ),
         (call(layer(), *[ones(3, 5, 2, 4)] * 3, bias=ones(1, 1, 5, 5)), "bias"),
         (call(layer(calibration="full"), ones(1, 5, 2, 4), *[ones(1, 5, 1, 4)] * 2), "one for eac"),
         (call(layer, calibration="ful"), "unknown calibration 'ful'"),

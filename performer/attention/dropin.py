@@ -37,7 +37,7 @@ def attention_fn(
     """
     if bias is not None:
         raise ValueError(f"bias: {INSTEAD['bias']}")
-    if dropout_rate > 0 and not deterministic:
+    if dropout_rate != 0 and not deterministic:  # also NaN and negative rates
         raise ValueError(
             f"linear attention has no attention weights to drop (dropout_rate={dropout_rate}); set"
             " dropout_rate=0 in the attention layer and put dropout after it"

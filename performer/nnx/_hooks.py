@@ -66,6 +66,52 @@ def hooks(model: nnx.Module) -> Iterator[Hook]:
                 yield Hook(".".join(map(str, parts)) or name, module, name)
 
 
+class Recorded(NamedTuple):
+    """The last call of an attention function."""
+
+    name: str
+    """Attribute of its module."""
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    output: Array
+
+
+def recorded(model: Any, arguments: tuple[Any, ...]) -> tuple[dict[str, Recorded], Any]:
+    """Call a model; return the calls of its hooks by path, and its output.
+
+    A function that is no nnx module has no hooks.
+    """
+    calls: dict[str, Recorded] = {}
+    places = list(hooks(model)) if isinstance(model, nnx.Module) else []
+    originals = [place.function for place in places]
+
+    def recorder(place: Hook, function: Any) -> Any:
+        def record(*args, **options):
+            output = function(*args, **options)
+            calls[place.path] = Recorded(place.name, args, options, output)
+            return output
+
+        return record
+
+    for place, function in zip(places, originals, strict=True):
+        setattr(place.module, place.name, recorder(place, function))
+    try:
+        output = model(*arguments)
+    finally:
+        for place, function in zip(places, originals, strict=True):
+            setattr(place.module, place.name, function)
+    return calls, output
+
+
+def attention_at(model: nnx.Module, path: str, name: str) -> Any:
+    """Attention of a converted model, at the path of a hook of the original."""
+    for own, module in nnx.iter_modules(model):
+        layer, attribute = (".".join(map(str, x)) for x in (own, (*own, name)))
+        if path == attribute or (path == layer and isinstance(module, nnx.MultiHeadAttention)):
+            return getattr(module, name)
+    raise AssertionError(f"the converted model has no attention at {path}")
+
+
 def is_exact(value: Any) -> bool:
     """True for one of `EXACT`, also with arguments bound."""
     function = value.func if isinstance(value, partial) else value

@@ -5,6 +5,8 @@ and limits derived from the rounding of the dtype, so that a correct implementat
 Assertions about errors are statistical, with `testing.FALSE_ALARM_RATE` (1e-4) each.
 """
 
+import importlib
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -587,9 +589,12 @@ def assert_layers_close(
 
     for batch in batches:
         arguments = batch if isinstance(batch, tuple) else (batch,)
-        calls, output = _recorded(model, arguments)
-        for path, (function, args, options, want) in calls.items():
-            add(path, want, _same_place(converted, function, path)(*args, **options))
+        # An nnx model has imported Flax, which this module does not need otherwise.
+        has_flax = "flax.nnx" in sys.modules
+        nnx: Any = importlib.import_module("performer.nnx._hooks") if has_flax else None
+        calls, output = nnx.recorded(model, arguments) if nnx else ({}, model(*arguments))
+        for path, (name, args, options, want) in calls.items():
+            add(path, want, nnx.attention_at(converted, path, name)(*args, **options))
         new = converted(*arguments)
         add("output", output, new)
         agreed.append(np.argmax(np.asarray(output), -1) == np.argmax(np.asarray(new), -1))
@@ -602,52 +607,3 @@ def assert_layers_close(
         f"above {at_most:g}: {', '.join(too_far) or 'nothing'}; equal argmax {agreement:.1%},"
         f" required {min_agreement:.1%}. Errors:\n{listed}"
     )
-
-
-def _recorded(model: Any, arguments: tuple) -> tuple[dict[str, tuple], Any]:
-    """Calls of the attention functions of an nnx model, by path, and its output."""
-    calls: dict[str, tuple] = {}
-
-    def recorder(path: str, name: str, function: Callable) -> Callable:
-        def record(*args, **options):
-            output = function(*args, **options)
-            calls[path] = name, args, options, output
-            return output
-
-        return record
-
-    originals = [(*place, getattr(*place[1:])) for place in _places(model)]
-    for path, module, name, function in originals:
-        setattr(module, name, recorder(path, name, function))
-    try:
-        output = model(*arguments)
-    finally:
-        for _, module, name, function in originals:
-            setattr(module, name, function)
-    return calls, output
-
-
-def _places(model: Any) -> list[tuple[str, Any, str]]:
-    """Path, module and attribute of each attention function of an nnx model."""
-    try:
-        from flax import nnx
-
-        from performer.nnx._hooks import hooks
-    except ModuleNotFoundError:
-        return []
-    if not isinstance(model, nnx.Module):
-        return []
-    return [(hook.path, hook.module, hook.name) for hook in hooks(model)]
-
-
-def _same_place(converted: Any, name: str, path: str) -> Callable[..., Any]:
-    """The attention function of a converted model at the path of the original's."""
-    from flax import nnx
-
-    for own, module in nnx.iter_modules(converted):
-        full = ".".join(map(str, (*own, name)))
-        if isinstance(module, nnx.MultiHeadAttention) and ".".join(map(str, own)) == path:
-            return getattr(module, name)
-        if full == path:
-            return getattr(module, name)
-    raise AssertionError(f"the converted model has no attention at {path}")
