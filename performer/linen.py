@@ -59,8 +59,8 @@ def performer_attention_fn(
         qk_attn_weights_einsum: must be None.
         attn_weights_value_einsum: must be None.
         is_causal: query i attends to the keys up to i.
-        options: keywords of `performer.performer_attention`, as `calibration` and `feature_map`.
-            `exact_window`, `exact_first`, `exact_rows` and `alibi_slopes` require self attention,
+        options: keywords of `performer.performer_attention`, such as `calibration` and
+            `feature_map`. `exact_window`, `exact_first` and `alibi_slopes` require self attention,
             with or without a decoding cache.
 
     Returns:

@@ -70,6 +70,9 @@ def test_sizes_of_data_that_are_not_read():
     known = dry_run.dataset(SETTINGS, "v5e:4x4")
     assert (len(known.train), known.num_classes, known.channels) == (1437, 10, 1)
     assert dry_run.dataset(SETTINGS) is None
+    for path in config.BUNDLED.glob("[a-z]*.py"):  # without data, from a folder that has none
+        if path.stem not in ("digits", "my_images"):
+            assert dry_run.dataset(config.bundled(path.stem)) is not None, path.stem
     given = dry_run.dataset(SETTINGS, size=[500, 50, 7, 3])
     assert (len(given.evaluation), given.num_classes) == (50, 7)
     other = small_config(data=config.Data(name="mine"))

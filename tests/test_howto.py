@@ -28,6 +28,7 @@ BY_CONFIG = {
         *("--config.data.batch_size=8", "--config.model.mlp_dim=32"),
     ],
     "imagenet": IMAGENET,
+    "imagenette": IMAGENET,
     "imagenet_scenic": IMAGENET,
     "vit_s16_imagenet": IMAGENET,
 }
@@ -97,6 +98,8 @@ def base(tmp_path_factory):
     write_photos(folder / "v2" / "train", WNIDS + LABELS, 1)
     shutil.copytree(folder / "v2" / "train", folder / "v2" / "test")
     shutil.copy(folder / "photos" / "cat" / "0.jpg", folder / "cat.jpg")
+    for split in ("train", "val"):
+        write_photos(folder / "IMAGENETTE" / split, WNIDS[:2], 4)
     (folder / "DIR_OF_ILSVRC2012_TARS").mkdir()
     write_ilsvrc2012(folder / "DIR_OF_ILSVRC2012_TARS")
     (folder / "fashion").mkdir()

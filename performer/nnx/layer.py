@@ -61,13 +61,14 @@ class PerformerAttention(nnx.Module):
         use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
         split: axis of the mesh in context (`jax.set_mesh`, type Auto) over which the tokens of a
             sequence are split: its devices exchange m (v + 2) numbers for each head. A mesh without
-            the axis, and calls with a mask or `sow_weights`, are left to the compiler.
+            the axis, and calls with a mask or `sow_weights`, are left to the compiler. Cannot be
+            combined with exact pairs.
         transferred: reserve `learned` for features of attention transfer, whose query frequencies
             and weights `performer.nnx.linearize` sets beside a window.
         rngs: random streams; `frequencies` is used, or the default one.
-        options: constant keywords of `performer.performer_attention`, as `feature_map` and
-            `implementation`. `exact_window`, `exact_first`, `exact_rows` and `alibi_slopes` require
-            self attention, with or without Flax's cache.
+        options: constant keywords of `performer.performer_attention`, such as `feature_map` and
+            `implementation`. `exact_window`, `exact_first` and `alibi_slopes` require self
+            attention, with or without Flax's cache.
 
     Raises:
         ValueError: for an unknown coupling or feature map, or sizes that it does not admit.

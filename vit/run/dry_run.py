@@ -5,7 +5,8 @@ Absent devices are TPU slices by number, name and shape, or GPUs of one host:
     v5e:4x4   2xv5e:4x4   v6e:2x2   v5p:2x2x2   v4:2x2x1   h100:8   h200:8   a100:8
 
 Their compilers run on any machine: `libtpu` for TPUs, JAX's CUDA plugin for GPUs, which the files
-in `targets` describe. No data set is read then: its size is in `KNOWN`, or given.
+in `targets` describe. No data set is read then: its size is in `KNOWN`, or given. Nor are data read
+that are not there, if their size is in `KNOWN`.
 """
 
 import collections
@@ -30,6 +31,7 @@ KNOWN = {
     "digits": (1_437, 360, 10, 1),
     "fashion_mnist": (60_000, 10_000, 10, 1),
     "imagenet2012": (1_281_167, 50_000, 1_000, 3),
+    "imagenette": (9_469, 3_925, 10, 3),
     "places365": (1_803_460, 36_500, 365, 3),
     "inaturalist2021": (2_686_843, 100_000, 10_000, 3),
 }
@@ -99,7 +101,9 @@ def absent(topology: str) -> Sequence[Any]:
 def dataset(
     config: configs.Config, topology: str = "", size: Sequence[int] = ()
 ) -> data.Dataset | None:
-    """Return a data set of known size without data; None to read that of the config.
+    """Return a data set of known size without data; None to read the data set of the config.
+
+    Data are read if they are there and neither a topology nor a size is given.
 
     Args:
         config: config of the run.
@@ -109,7 +113,8 @@ def dataset(
     Raises:
         ValueError: when the size is missing.
     """
-    if not topology and not size:
+    is_there = config.data.name == "digits" or (Path(config.data.dir) / config.data.name).exists()
+    if not topology and not size and (is_there or config.data.name not in KNOWN):
         return None
     if not size and config.data.name not in KNOWN:
         raise ValueError(
