@@ -48,6 +48,8 @@ class Setting(NamedTuple):
     padded: bool
     square: bool
     """True if there were as many queries as keys."""
+    roles: tuple[tuple[str, ...], ...]
+    """`Layout.roles`."""
 
 
 def linearize(
@@ -146,7 +148,8 @@ def linearize(
     for number, own in by_place.items():
         each = [Replacement(new[i], layers[i].scale, layers[i].slopes) for i in own]
         padded, square = any(layers[i].padded for i in own), is_square(seen.places[number])
-        settings[number] = Setting(layers[own[0]].kind, padded, square)
+        roles = seen.places[number].place.layout.roles
+        settings[number] = Setting(layers[own[0]].kind, padded, square, roles)
         arrays[number] = jax.jit(partial(_stacked, seen.places[number].lengths))(*each)
     words = tuple(words_of(seen.places))
     return jax.tree_util.Partial(partial(_call, function, settings, words), arrays), report
@@ -211,6 +214,7 @@ def _call(
     places = named(program)
     for number, setting in settings.items():
         same = len(places) == len(words) and places[number].place.words == words[number]
+        same = same and places[number].place.layout.take(setting.roles)
         if not same or is_square(places[number]) != setting.square:
             raise ValueError(
                 "attention is computed differently with these arguments than with those it was"
@@ -229,6 +233,12 @@ def _call(
 def _attended(values: Values, place: Place, setting: Setting, own: Replacement) -> Array:
     """Linear attention at a place, as the program has its output."""
     query, key, value = values.operands(place)
+    heads = (own.attention.frequencies.shape[0], own.scale.shape[0])
+    if heads != (key.shape[-2], query.shape[-2]):
+        raise ValueError(
+            f"{place.line}: its axis of heads had length {heads[1]} when it was measured and has"
+            f" {query.shape[-2]} here: if it is a batch axis, make it the first one of the scores"
+        )
     scale, mask, segments, valid = own.scale[None], None, None, None
     if place.scaled or place.by_pairs:
         sample, visible, bias, scale, _, affine = read(values, place)

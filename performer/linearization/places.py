@@ -92,12 +92,17 @@ class Place:
     """Scope of its operations."""
     words: tuple[str, ...]
     """Names of all operations of the place but those of layout."""
-    by_pairs: bool
-    """True if the inputs of the program decide which keys a query sees, pair by pair."""
+    along: frozenset
+    """Axes of the scores along which the mask depends on the inputs of the program."""
     masked: bool
     """True if they have a part in the mask at all."""
     scaled: bool
     """True if they have a part in the scale."""
+
+    @property
+    def by_pairs(self) -> bool:
+        """True if the inputs of the program decide which keys a query sees, pair by pair."""
+        return self.layout.time in self.along
 
 
 class Left(NamedTuple):
@@ -432,9 +437,13 @@ def _place(
         a for a, n in layout.sizes.items() if n > 1
     }:
         raise Unfit("axes of the scores are lost before the softmax")
+    layout.name_heads()
     varying = _varying(program)
     own = {scores, *chain}
-    by_pairs = masked = scaled = False
+    masked = scaled = False
+    along: set = set()
+    queries = (atom for atom in layout.sizes if atom[0] != layout.keys[0])
+    free = [atom for atom in queries if atom[0] != "batch"]
     for i in chain:
         word, inputs = program.ops[i].equation.primitive.name, program.ops[i].inputs
         of_scores = [ref[0] == "op" and ref[1] in own for ref in inputs]
@@ -448,8 +457,10 @@ def _place(
                 scaled = True
                 continue
             masked = True
-            rows = [j for j, axis in enumerate(names[i]) if layout.time in axis]
-            by_pairs |= not rows or not _is_same_along(program, ref, rows[0], varying, beside)
+            for atom in free:
+                rows = [j for j, axis in enumerate(names[i]) if atom in axis]
+                if not rows or not _is_same_along(program, ref, rows[0], varying, beside):
+                    along.add(atom)
     for i in (i for i in names if exponential < i < output):
         if any(_varies(x, varying) and x[1] not in names for x in program.ops[i].inputs):
             raise Unfit("its weights are changed after the softmax, as by dropout")
@@ -457,7 +468,8 @@ def _place(
     words = (program.ops[i].equation.primitive.name for i in inside)
     kept = tuple(word for word in words if word not in MOVES and word != "convert_element_type")
     scope = program.ops[scores].scope
-    return Place(scores, output, goal, chain, layout, line, scope, kept, by_pairs, masked, scaled)
+    own = frozenset(along)
+    return Place(scores, output, goal, chain, layout, line, scope, kept, own, masked, scaled)
 
 
 def _between(program: Program, start: int, goal: Ref) -> list[int]:
@@ -587,6 +599,8 @@ def _regrouped(atoms: list, shape: Sequence[int], sizes: dict) -> list[Axis] | N
     return None if left else groups
 
 
+PARTS = ("batch", "heads", "groups")
+"""Roles of the axes of the scores beside time and keys."""
 WIDTH = ("value", 0)
 """Name of the last axis of queries, keys and values."""
 
@@ -650,12 +664,16 @@ class Layout:
             return None  # a single query without an axis
         lead = [atom for atom in all_sizes if atom[0] == "batch"]
         heads = lead[-1:] if len(lead) > 1 else []
+        groups = [x for x in free if x != time]
         value = product.invars[1 - number].aval
         names = [weights[i] for i in batches[number]]
         # Queries without a batch axis, as a Perceiver's latents: it is among the keys' axes.
         shared = [atom for atom in all_sizes if atom[0] == side and atom != keys]
         if any(atom in sizes and (atom,) not in names for atom in shared):
             raise Unfit("its keys have more than one axis")
+        of_batch = shared + lead[: len(lead) - len(heads)]
+        if not of_batch:  # keys that all examples share, as a codebook
+            of_batch, groups = groups[:1], groups[1:]
         if any(a[0] == other and a in sizes for axis in names for a in axis):
             return None  # values of each query, as of a mixture of experts
         inner = batches[1 - number]
@@ -670,15 +688,52 @@ class Layout:
             dims=(contracted, batch),
             time=time,
             keys=keys,
-            batch=shared + lead[: len(lead) - len(heads)],
+            batch=of_batch,
             heads=heads,
-            groups=[x for x in free if x != time],
+            groups=groups,
             values=1 - number,
             value_dims=(names, list(inner), of_values, rest),
             shape=product.outvars[0].aval.shape,
             dtype=product.outvars[0].aval.dtype,
             order=order,
         )
+
+    def name_heads(self) -> None:
+        """Take the only batch axis for heads if a batch axis of length 1 was dropped before it."""
+        if not self.heads and len(self.batch) == 1 and self.batch[0][0] == "batch":
+            where = [i for i, axis in enumerate(self.goal) if axis == (self.batch[0],)]
+            if where and () in self.goal[: where[0]]:
+                self.batch, self.heads = [], self.batch
+
+    @property
+    def roles(self) -> tuple[tuple[str, ...], ...]:
+        """Role of each axis of the scores at the softmax, () for an axis of length 1."""
+        roles = {self.time: "time", self.keys: "keys"}
+        roles |= {a: name for name in PARTS for a in getattr(self, name)}
+        return tuple(tuple(roles[atom] for atom in axis) for axis in self.goal)
+
+    def take(self, roles: Sequence[tuple[str, ...]]) -> bool:
+        """Make each axis what it was in the measured program, whatever its length; false if not so.
+
+        An axis that had length 1 counts as a batch axis.
+        """
+        if len(roles) != len(self.goal):
+            return False
+        known: dict[Any, str] = {}
+        for axis, own in zip(self.goal, roles, strict=True):
+            known |= dict(zip(axis[::-1], own[::-1], strict=False))
+        known.pop(self.keys, None)
+        free = [self.time, *self.groups, *(a for a in self.batch if a[0] in ("left", "right"))]
+        lost = [a for a in free if a not in known and a[0] != self.keys[0]]
+        times = [a for a, role in known.items() if role == "time"] + lost
+        if not times or "keys" in known.values():
+            return False
+        self.time = times[0]
+        others = [*self.batch, *self.heads, *self.groups, *free]
+        others = [a for a in self.sizes if a in others and a not in (self.time, self.keys)]
+        which = {name: [a for a in others if known.get(a, "batch") == name] for name in PARTS}
+        self.batch, self.heads, self.groups = (which[name] for name in PARTS)
+        return True
 
     def _arranged(self, x: Array, have: list, *groups: list) -> Array:
         """x, whose axes are named `have`, with an axis for each group; those it lacks repeat."""
