@@ -25,7 +25,17 @@ from performer.linearization.measure import (
     steps_of,
     words_of,
 )
-from performer.linearization.places import MASKED, Named, Place, Unfit, Values, named, run
+from performer.linearization.places import (
+    MASKED,
+    Named,
+    Place,
+    Program,
+    Unfit,
+    Values,
+    named,
+    run,
+    single_in,
+)
 from performer.linearization.report import Report
 from performer.typing import Coupling, float32_or_wider
 
@@ -47,7 +57,7 @@ class Setting(NamedTuple):
     kind: str
     padded: bool
     square: bool
-    """True if there were as many queries as keys."""
+    """True if it requires as many queries as keys."""
     roles: tuple[tuple[str, ...], ...]
     """`Layout.roles`."""
 
@@ -147,9 +157,11 @@ def linearize(
     settings, arrays = {}, {}
     for number, own in by_place.items():
         each = [Replacement(new[i], layers[i].scale, layers[i].slopes) for i in own]
-        padded, square = any(layers[i].padded for i in own), is_square(seen.places[number])
+        first, padded = layers[own[0]], any(layers[i].padded for i in own)
+        square = first.kind != "of keys" or first.slopes is not None
+        square = square or new[own[0]].exact.window > 0
         roles = seen.places[number].place.layout.roles
-        settings[number] = Setting(layers[own[0]].kind, padded, square, roles)
+        settings[number] = Setting(first.kind, padded, square, roles)
         arrays[number] = jax.jit(partial(_stacked, seen.places[number].lengths))(*each)
     words = tuple(words_of(seen.places))
     return jax.tree_util.Partial(partial(_call, function, settings, words), arrays), report
@@ -211,23 +223,41 @@ def _call(
 ) -> Any:
     """The function on these arguments, its places replaced."""
     program, arrays, result = program_of(function, arguments)
-    places = named(program)
-    for number, setting in settings.items():
-        same = len(places) == len(words) and places[number].place.words == words[number]
-        same = same and places[number].place.layout.take(setting.roles)
-        if not same or is_square(places[number]) != setting.square:
+    matched = _matched(program, words)
+    places = {i: place for i, place in enumerate(matched or ()) if place is not None}
+    replacements = {i: own for i, own in replacements.items() if not matched or i in places}
+    for number in replacements:
+        setting = settings[number]
+        same = matched and places[number].place.layout.take(setting.roles)
+        if not same or (setting.square and not is_square(places[number])):
             raise ValueError(
                 "attention is computed differently with these arguments than with those it was"
                 " measured on, as in training mode with dropout or in decoding with a cache:"
                 " linearize on batches of the same kind"
             )
-    numbers = {places[number].at: number for number in settings}
+    numbers = {places[number].at: number for number in replacements}
 
     def attend(values: Values, place: Place, at: tuple, own: Replacement) -> tuple[Array, Any]:
         return _attended(values, place, settings[numbers[at]], own), ()
 
     outputs, _ = run(program, arrays, nested(places, replacements), attend)
     return jax.tree.unflatten(result, outputs)
+
+
+def _matched(program: Program, words: Sequence[tuple[str, ...]]) -> list[Named | None] | None:
+    """The place of each measured one, None for a single key; None if others are computed."""
+    here: list[tuple] = [(place.at, place.place.words, place) for place in named(program)]
+    here += [(at, own, None) for at, own in single_in(program)]
+    left, matched = iter(sorted(here, key=lambda x: x[0])), []
+    for own in words:
+        for _, word, place in left:
+            if word == own:
+                matched.append(place)
+                break
+            if place is not None:
+                return None
+    complete = len(matched) == len(words) and not any(place for *_, place in left)
+    return matched if complete else None
 
 
 def _attended(values: Values, place: Place, setting: Setting, own: Replacement) -> Array:

@@ -94,7 +94,7 @@ def words_of(places: Sequence[Named]) -> list[tuple[str, ...]]:
     return [each.place.words for each in places]
 
 
-def nested(places: Sequence[Named], settings: dict[int, Any]) -> dict[int, Any]:
+def nested(places: Sequence[Named] | dict[int, Named], settings: dict[int, Any]) -> dict[int, Any]:
     """Settings by the numbers of places, as `places.run` takes them: {1: {2: x}} for at (1, 2)."""
     outer: dict[int, Any] = {}
     for number, setting in settings.items():

@@ -121,6 +121,8 @@ class Program:
     outputs: list[Ref]
     places: dict[int, Place] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
+    single: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Words of attention to a single key, by the number of its output: it is the value."""
 
 
 def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Program, Any]:
@@ -199,7 +201,7 @@ class Values:
         parameters = primitive.get_bind_params(op.equation.params)
         with op.equation.ctx.manager:
             output = primitive.bind(*map(read, op.inputs), **parameters)
-        return output if primitive.multiple_results else [output]
+        return list(output) if primitive.multiple_results else [output]
 
     def scores(self, place: Place, fill: ArrayLike) -> Array:
         """(b, n, t, s): what enters the softmax if all products of queries and keys are `fill`."""
@@ -236,6 +238,15 @@ def places_in(program: Program, at: tuple[int, ...] = ()) -> Iterator[tuple[tupl
             lengths = (op.equation.params["length"],) if scan else ()
             for inner, place, more in places_in(op.body, (*at, number)):
                 yield inner, place, (*lengths, *more)
+
+
+def single_in(program: Program, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple, tuple]]:
+    """The numbers that lead to attention to a single key, and its words."""
+    for number, op in enumerate(program.ops):
+        if number in program.single:
+            yield (*at, number), program.single[number]
+        if op.body is not None:
+            yield from single_in(op.body, (*at, number))
 
 
 def left_in(program: Program) -> list[Left]:
@@ -303,7 +314,7 @@ def _look_inside(program: Program, op: Op) -> None:
         reason = f"a kernel, {kernel[0]}: its queries and keys are not read"
         program.left.append(Left(line, op.scope, reason))
     elif name in BODIES:
-        if left_in(inner[0]) or any(places_in(inner[0])):
+        if left_in(inner[0]) or any(places_in(inner[0])) or any(single_in(inner[0])):
             op.body = inner[0]
     else:
         reason = f"inside {name}, which is not entered"
@@ -420,6 +431,14 @@ def _place(
     weights = program.ops[output].inputs[number]
     if weights[0] != "op" or exponential not in names or weights[1] not in names:
         return None
+    inside = [scores, *(i for i in range(scores, output + 1) if i in names), output]
+    words = (program.ops[i].equation.primitive.name for i in inside)
+    kept = tuple(word for word in words if word not in MOVES and word != "convert_element_type")
+    product = program.ops[output].equation
+    summed = product.params["dimension_numbers"][0][number]
+    if [product.invars[number].aval.shape[i] for i in summed] == [1]:
+        program.single[output] = kept
+        return None
     layout = Layout.of(program, scores, output, number, names[weights[1]])
     if layout is None:
         return None
@@ -464,9 +483,6 @@ def _place(
     for i in (i for i in names if exponential < i < output):
         if any(_varies(x, varying) and x[1] not in names for x in program.ops[i].inputs):
             raise Unfit("its weights are changed after the softmax, as by dropout")
-    inside = [scores, *(i for i in range(scores, output + 1) if i in names), output]
-    words = (program.ops[i].equation.primitive.name for i in inside)
-    kept = tuple(word for word in words if word not in MOVES and word != "convert_element_type")
     scope = program.ops[scores].scope
     own = frozenset(along)
     return Place(scores, output, goal, chain, layout, line, scope, kept, own, masked, scaled)
