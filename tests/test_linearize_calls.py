@@ -152,3 +152,81 @@ def test_beside_a_shard_map():
 
     new = replaced(function, [normal(0, 2, 6, 8)], **EXACT)
     agree(new, function, normal(1, 3, 9, 8))
+
+
+# Masks, biases and scales that are constants of the program
+
+
+def tri(x, k=0):
+    return jnp.tri(x.shape[1], k=k, dtype=bool)
+
+
+def local(x):
+    """Causal for up to 16 tokens."""
+    return attend(tri(x) & ~tri(x, -16), x)
+
+
+def local_of_jax(x):
+    x = x[:, :, None]
+    return jax.nn.dot_product_attention(x, x, x, is_causal=True, local_window_size=(15, 0))
+
+
+def prefix(x):
+    """Without a mask for up to 16 tokens."""
+    return attend(tri(x) | (jnp.arange(x.shape[1]) < 16), x)
+
+
+def logarithmic(x):
+    return attend(tri(x), x, scale=0.2 * np.log(x.shape[1]))
+
+
+def clipped(x):
+    """ALiBi for up to 20 tokens."""
+    i = jnp.arange(x.shape[1])
+    return attend(tri(x), x, -0.2 * jnp.minimum(i[:, None] - i, 20))
+
+
+def padded_local(x, exists):
+    """A causal window, and padding that is an argument."""
+    return attend(tri(x) & ~tri(x, -16) & exists[:, None], x)
+
+
+def local_in_a_scan(x):
+    return jax.lax.scan(lambda x, _: (local(x), None), x, length=2)[0]
+
+
+CONSTANTS = [local, clipped, logarithmic, prefix, local_of_jax, local_in_a_scan]
+
+
+@pytest.mark.parametrize("measured", tiers([12, 16], 1))
+@pytest.mark.parametrize("function", tiers(CONSTANTS, 3, name))
+def test_constants_of_another_kind_at_another_length(function, measured):
+    new = replaced(function, [normal(0, 2, measured, 8)], **EXACT)
+    for t in (1, 8, 16) if function is not logarithmic else (measured,):
+        agree(new, function, normal(t, 3, t, 8))
+    for b, t in ((2, 40), (1, 70)):
+        with pytest.raises(ValueError, match=r"test_linearize_calls.py:\d+: its (mask|bias|scale)"):
+            jax.jit(new)(normal(t, b, t, 8))
+
+
+def test_a_constant_of_another_kind_beside_a_mask_that_is_an_argument():
+    """NaN, since the values of the mask are not known while tracing."""
+    exists = lambda t: jnp.arange(t) < jnp.array([[t], [t - 3]])  # noqa: E731
+    new = replaced(padded_local, [normal(0, 2, 12, 8), exists(12)], **EXACT)
+    for t in (8, 16):
+        agree(new, padded_local, normal(t, 2, t, 8), exists(t))
+    assert jnp.isnan(new(normal(1, 2, 40, 8), exists(40))).all()
+
+
+def padded_inside(x):
+    """Tokens are padded to a multiple of 16."""
+    t = x.shape[1]
+    x = jnp.pad(x, ((0, 0), (0, -t % 16), (0, 0)), constant_values=3.0)
+    return attend(jnp.arange(x.shape[1]) < t, x)[:, :t]
+
+
+@pytest.mark.parametrize("measured", tiers([16, 12], 1))
+def test_padding_inside(measured):
+    new = replaced(padded_inside, [normal(0, 2, measured, 8)], **KEYS)
+    for t in (1, 12, 16, 40, 48):
+        agree(new, padded_inside, normal(t, 2, t, 8))

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.attention import performer_attention
+from performer.linearization.compare import Setting, agreement, lengths, of_constants
 from performer.linearization.layers import Layer, Linear, Measured, Options, replacements
 from performer.linearization.measure import (
     Seen,
@@ -49,17 +51,6 @@ class Replacement(NamedTuple):
     attention: Linear
     scale: Float[Array, "*l n"]
     slopes: Float[Array, "*l n"] | None
-
-
-class Setting(NamedTuple):
-    """Static facts of a place that is replaced."""
-
-    kind: str
-    padded: bool
-    square: bool
-    """True if it requires as many queries as keys."""
-    roles: tuple[tuple[str, ...], ...]
-    """`Layout.roles`."""
 
 
 def linearize(
@@ -160,8 +151,10 @@ def linearize(
         first, padded = layers[own[0]], any(layers[i].padded for i in own)
         square = first.kind != "of keys" or first.slopes is not None
         square = square or new[own[0]].exact.window > 0
-        roles = seen.places[number].place.layout.roles
-        settings[number] = Setting(first.kind, padded, square, roles)
+        place = seen.places[number].place
+        facts = (first.kind, padded, square, place.layout.roles, lengths(place))
+        slopes = None if first.slopes is None else np.asarray(first.slopes)
+        settings[number] = Setting(*facts, np.asarray(first.scale), slopes)
         arrays[number] = jax.jit(partial(_stacked, seen.places[number].lengths))(*each)
     words = tuple(words_of(seen.places))
     return jax.tree_util.Partial(partial(_call, function, settings, words), arrays), report
@@ -187,12 +180,6 @@ def _layers_at(seen: Seen, number: int) -> list[Layer]:
     if len({(x.kind, x.slopes is None) for x in own}) > 1:
         raise Unfit("its masks or biases are of another kind in each step of a scan")
     return own
-
-
-def is_square(place: Named) -> bool:
-    """True for as many queries as keys."""
-    layout = place.place.layout
-    return layout.sizes[layout.time] == layout.sizes[layout.keys]
 
 
 def warn(measured: Measured) -> None:
@@ -229,7 +216,7 @@ def _call(
     for number in replacements:
         setting = settings[number]
         same = matched and places[number].place.layout.take(setting.roles)
-        if not same or (setting.square and not is_square(places[number])):
+        if not same or (setting.square and len({*lengths(places[number].place)}) > 1):
             raise ValueError(
                 "attention is computed differently with these arguments than with those it was"
                 " measured on, as in training mode with dropout or in decoding with a cache:"
@@ -273,19 +260,24 @@ def _attended(values: Values, place: Place, setting: Setting, own: Replacement) 
     if place.scaled or place.by_pairs:
         sample, visible, bias, scale, _, affine = read(values, place)
         slopes, is_alibi = alibi_slopes(bias, bias > MASKED)
+        if not place.scaled:
+            affine &= jnp.all(jnp.isnan(scale) | jnp.isclose(scale, own.scale, 0.01))
         same = jnp.allclose(slopes, 0 if own.slopes is None else own.slopes, 1e-3, 1e-4)
         valid = fits(visible, setting.kind) & is_alibi & same & affine
         mask = sample.keys[:, None, None]
         segments = sample.segments if "segments" in setting.kind else None
         scale = jnp.nan_to_num(scale) if place.scaled else own.scale[None]
-    elif place.masked or setting.padded:
-        # Every row of a mask of keys, and the last of a causal one, shows which keys exist.
-        last = values.scores(place, 0.0)[:, :1, -1:]
-        mask = last > MASKED
-        if own.slopes is None:  # no bias was measured
-            _, valid = alibi_slopes(last, last > MASKED)
+    else:
+        same = None if place.masked else of_constants(values, place, setting)
+        if same is None:
+            setting = setting._replace(scale=own.scale, slopes=own.slopes)
+            same = agreement(values, place, setting)
+            valid = same.bias & same.scale & (same.mask | jnp.array("segments" in setting.kind))
+        mask = same.keys[:, None, None]
     if "segments" in setting.kind and segments is None:  # written in the code: a constant
         seen = values.scores(place, 0.0)[:, 0] > MASKED
+        fit = fits(seen, setting.kind)
+        valid = fit if valid is None else valid & fit
         segments, mask = jnp.argmax(seen, axis=-1), jnp.any(seen, axis=1)[:, None, None]
     factor = scale[:, None, :, None] * query.shape[-1] ** 0.5
     output = performer_attention(

@@ -308,11 +308,17 @@ def alibi_slopes(bias: Array, seen: Array) -> tuple[Float[Array, " n"], Bool[Arr
         both = jnp.diagonal(seen[..., 1:, :], 1, -2, -1) & jnp.diagonal(seen[..., 1:, :], 0, -2, -1)
         total = jnp.sum(jnp.where(both, here - before, 0), axis=(0, 2))
         slopes = total / jnp.maximum(jnp.sum(both, axis=(0, 2), dtype=bias.dtype), 1)
-    flat = level + slopes[:, None, None] * distance
-    high = jnp.max(jnp.where(seen, flat, -jnp.inf), axis=-1)
-    low = jnp.min(jnp.where(seen, flat, jnp.inf), axis=-1)
+    return slopes, flat(bias, seen, slopes, distance)
+
+
+def flat(bias: Array, seen: Array, slopes: Array, distance: Array) -> Bool[Array, ""]:
+    """True if the bias is -slope distance plus a constant for each row."""
+    level = jnp.where(seen, bias, 0)
+    rest = level + slopes[:, None, None] * distance
+    high = jnp.max(jnp.where(seen, rest, -jnp.inf), axis=-1)
+    low = jnp.min(jnp.where(seen, rest, jnp.inf), axis=-1)
     spread = jnp.max(jnp.where(high >= low, high - low, 0), initial=0)
-    return slopes, spread <= 1e-3 * (1 + 0.01 * jnp.max(jnp.abs(level)))
+    return spread <= 1e-3 * (1 + 0.01 * jnp.max(jnp.abs(level)))
 
 
 def fits(visible: Bool[Array, "b t s"], kind: str) -> Bool[Array, ""]:

@@ -22,6 +22,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.interpreters import partial_eval
 from jax.typing import ArrayLike
 from jaxtyping import Array
@@ -226,6 +227,29 @@ class Values:
             layout.key(key),
             layout.value(self.read(of_output[layout.values])),
         )
+
+
+class Traced(Exception):
+    """A constant of the program that is an argument of what is being traced around it."""
+
+
+class Constants(Values):
+    """Values that do not depend on the inputs of the program, computed when they are read."""
+
+    def __init__(self, program: Program):
+        super().__init__(program, ())
+
+    def read(self, ref: Ref) -> Any:
+        """The value that a reference stands for.
+
+        Raises:
+            Traced: if it is not known while tracing.
+        """
+        if ref[0] == "input" or isinstance(ref[1], Tracer):
+            raise Traced
+        if ref[0] == "op" and ref[1] not in self.of:
+            self.of[ref[1]] = self.bind(self.program.ops[ref[1]], self.read)
+        return super().read(ref)
 
 
 def places_in(program: Program, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple, Place, tuple]]:

@@ -1,0 +1,110 @@
+"""Masks, biases and scales of a call, compared with the measured ones.
+
+A mask that is no argument may depend on the length: a local window of 16 tokens is causal at 12.
+Some queries are compared, so that the time stays linear in the length. Constants of the program are
+evaluated while it is traced, and a ValueError names the place. If the inputs have a part in the
+mask, the output becomes NaN.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from performer.linearization.measure import flat, unfolded
+from performer.linearization.places import FILL, MASKED, Constants, Place, Traced, Values
+from performer.typing import float32_or_wider
+
+QUERIES = 16
+"""Queries that are compared, evenly spaced, and the ones next to the first and the last."""
+
+
+class Setting(NamedTuple):
+    """Static facts of a place that is replaced."""
+
+    kind: str
+    padded: bool
+    square: bool
+    """True if it requires as many queries as keys."""
+    roles: tuple[tuple[str, ...], ...]
+    """`Layout.roles`."""
+    lengths: tuple[int, int]
+    """Numbers of queries and keys."""
+    scale: Float[np.ndarray, " n"]
+    slopes: Float[np.ndarray, " n"] | None
+
+
+class Agreement(NamedTuple):
+    """Which parts of a place are as they were measured, and the keys that exist."""
+
+    mask: Bool[Array, ""]
+    bias: Bool[Array, ""]
+    scale: Bool[Array, ""]
+    keys: Bool[Array, "b s"]
+
+
+def agreement(values: Values, place: Place, setting: Setting) -> Agreement:
+    """Compare a place with the measured one, at some queries."""
+    t, s = lengths(place)
+    even = np.linspace(0, t - 1, min(t, QUERIES)).astype(int)
+    rows = np.unique([*even, min(1, t - 1), max(t - 2, 0)])
+
+    def scores(fill: float) -> Array:
+        x = values.scores(place, unfolded(fill))
+        return x[:, :, rows]  # fused: other pairs are not computed
+
+    bias = scores(0.0)
+    tolerance = 1e-3 if bias.dtype in (jnp.float32, jnp.float64) else 0.01
+    bias = bias.astype(float32_or_wider(bias))
+    seen = bias > MASKED
+    visible = jnp.any(seen, axis=1)
+    keys = visible[:, -1] if "causal" in setting.kind else jnp.any(visible, axis=1)
+    pairs = jnp.broadcast_to(keys[:, None], visible.shape)
+    if "causal" in setting.kind:
+        pairs &= jnp.arange(s) <= rows[:, None]
+    same = (visible == pairs) | ~jnp.any(visible, axis=-1, keepdims=True)
+    distance = jnp.abs(rows[:, None] - np.arange(s)).astype(bias.dtype)
+    slopes = jnp.zeros(bias.shape[1]) if setting.slopes is None else setting.slopes
+    slope = (scores(FILL).astype(bias.dtype) - bias) / FILL
+    scale = jnp.asarray(setting.scale, bias.dtype)[:, None, None]
+    apart = jnp.where(seen, jnp.abs(slope - scale), 0) > tolerance * jnp.abs(scale)
+    return Agreement(
+        mask=jnp.all(same) & jnp.all(seen == visible[:, None]),
+        bias=flat(bias, seen, jnp.asarray(slopes, bias.dtype), distance),
+        scale=~jnp.any(apart),
+        keys=keys,
+    )
+
+
+def lengths(place: Place) -> tuple[int, int]:
+    """Numbers of queries and keys of a place."""
+    sizes = place.layout.sizes
+    return sizes[place.layout.time], sizes[place.layout.keys]
+
+
+def of_constants(values: Values, place: Place, setting: Setting) -> Agreement | None:
+    """Compare constants of the program while it is traced; None if their values are not known.
+
+    Raises:
+        ValueError: if one is not as it was measured.
+    """
+    try:
+        constants = Constants(values.program)
+        compiled = jax.jit(lambda: agreement(constants, place, setting)).lower().compile()
+    except Traced:
+        return None
+    result = compiled()  # not staged by what is traced around it
+    parts = {name: bool(getattr(result, name)) for name in ("mask", "bias", "scale")}
+    if "segments" in setting.kind:  # all pairs are compared where they are read
+        del parts["mask"]
+    for name, same in parts.items():
+        if not same:
+            (t, s), (before, keys_before) = lengths(place), setting.lengths
+            raise ValueError(
+                f"{place.line}: its {name} is of another kind with {t} queries and {s} keys than"
+                f" with the {before} and {keys_before} it was measured with: linearize on batches"
+                " of the lengths that occur"
+            )
+    return result
