@@ -230,3 +230,24 @@ def test_padding_inside(measured):
     new = replaced(padded_inside, [normal(0, 2, measured, 8)], **KEYS)
     for t in (1, 12, 16, 40, 48):
         agree(new, padded_inside, normal(t, 2, t, 8))
+
+
+# What must stay exact
+
+
+def capped(x, scale=1 / 16, dtype=jnp.float32):
+    """Gemma 2's cap, where the scores of the batch are small."""
+    x = x.astype(dtype)
+    scores = 50 * jnp.tanh(jnp.einsum("bth,bsh->bts", x, x) * scale / 50)
+    return jnp.einsum("bts,bsh->bth", jax.nn.softmax(scores), x)
+
+
+@pytest.mark.parametrize(
+    ("scale", "size", "dtype"),
+    tiers([(1 / 16, 0.25, "float32"), (1 / 64, 1, "float32"), (1 / 16, 1, "bfloat16")], 1),
+)
+def test_a_cap_that_the_batch_does_not_reach(scale, size, dtype):
+    with pytest.raises(ValueError, match="is there a soft cap"):
+        performer.linearize(
+            lambda x: capped(x, scale, dtype), [(size * normal(0, 2, 6, 8),)], **EXACT
+        )

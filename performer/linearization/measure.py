@@ -272,12 +272,11 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     dtypes = (output.dtype, value.dtype, values.operands(place)[0].dtype)
     tolerance = max(TOLERANCE.get(jnp.dtype(x).name, 0.05) for x in dtypes)
     seen = bias > MASKED
-    slope = (values.scores(place, unfolded(2 * FILL)).astype(bias.dtype) - bias) / (2 * FILL)
-    bend = jnp.where(seen, jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None]), 0)
+    of_heads = jnp.nanmax(scale, axis=0)
+    bends = [_bend(values, place, bias, scale, x) for x in (1, -1, 8)]
     slopes, alibi = alibi_slopes(bias, seen)
     count = jnp.float32(sample.queries.size)
     pairs = (visible & sample.queries[..., None])[:, None]
-    of_heads = jnp.nanmax(scale, axis=0)
     one_scale = jnp.all(jnp.isnan(scale) | (jnp.abs(scale - of_heads) <= 1e-3 * jnp.abs(of_heads)))
     few = {name: x[:EXAMPLES] for name, x in sample._asdict().items()}
     return {
@@ -286,7 +285,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
         "batches": jnp.float32(1),
         "slopes": slopes,
         "scale": jnp.nan_to_num(of_heads),
-        "affine": affine & (jnp.max(bend) <= 0.01 * jnp.nanmax(jnp.abs(of_heads))),
+        "affine": affine & (jnp.max(jnp.stack(bends)) <= 0.01 * jnp.nanmax(jnp.abs(of_heads))),
         "same heads": jnp.all(seen == visible[:, None]),
         "alibi": alibi,
         "exact": (apart <= tolerance * largest) & (one_scale | jnp.array(place.scaled)),
@@ -295,6 +294,20 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
         "kinds": jnp.stack([fits(visible, kind) for kind in KINDS]),
         "sample": few,
     }
+
+
+def _bend(values: Values, place: Place, bias: Array, scale: Array, times: float) -> Array:
+    """Largest error of the scale where scores are 64 times this, whatever those of the batch are.
+
+    A soft cap bends them.
+    """
+    dtype = values.program.ops[place.scores].equation.outvars[0].aval.dtype
+    largest = jnp.finfo(dtype).max.astype(bias.dtype) / 16
+    fill = times * FILL / jnp.maximum(jnp.nanmax(jnp.abs(scale)), 1e-9)
+    fill = jnp.clip(fill, -largest, largest)
+    slope = (values.scores(place, fill).astype(bias.dtype) - bias) / fill
+    apart = jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None])
+    return jnp.max(jnp.where(bias > MASKED, apart, 0))
 
 
 def alibi_slopes(bias: Array, seen: Array) -> tuple[Float[Array, " n"], Bool[Array, ""]]:
