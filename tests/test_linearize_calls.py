@@ -251,3 +251,29 @@ def test_a_cap_that_the_batch_does_not_reach(scale, size, dtype):
         performer.linearize(
             lambda x: capped(x, scale, dtype), [(size * normal(0, 2, 6, 8),)], **EXACT
         )
+
+
+def loss(x):
+    return jnp.sum(causal(x) ** 2)
+
+
+def with_weights(x):
+    """Weights are another output."""
+    weights = jax.nn.softmax(jnp.einsum("bth,bsh->bts", x, x) / 3)
+    return jnp.einsum("bts,bsh->bth", weights, x), weights
+
+
+READ_ELSEWHERE = {
+    "gradient": jax.value_and_grad(loss),
+    "checkpoint": jax.value_and_grad(jax.checkpoint(loss)),
+    "forward": lambda x: jax.jvp(loss, (x,), (x,)),
+    "scan": jax.grad(lambda x: jax.lax.scan(lambda x, _: (causal(x), None), x, length=2)[0].sum()),
+    "hessian": lambda x: jax.jvp(jax.grad(loss), (x,), (x,)),
+    "weights": with_weights,
+}
+
+
+@pytest.mark.parametrize("how", tiers(READ_ELSEWHERE, ["gradient", "checkpoint"]))
+def test_weights_that_are_read_elsewhere(how):
+    with pytest.raises(ValueError, match="linearize first, then differentiate"):
+        performer.linearize(READ_ELSEWHERE[how], [(normal(0, 2, 6, 8),)], **EXACT)

@@ -14,6 +14,7 @@ from performer.linearization.layers import EXAMPLES, Layer
 from performer.linearization.places import (
     FILL,
     MASKED,
+    READ_ELSEWHERE,
     Named,
     Place,
     Program,
@@ -111,6 +112,13 @@ def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]
     Raises:
         Unfit: with the reason why it stays exact.
     """
+    lines = {
+        name.removesuffix(", too")
+        for name, (scope, _) in seen.left.items()
+        if "transpose(" in scope
+    }
+    if any(seen.places[number].place.line in lines for number, _ in calls):
+        raise Unfit(READ_ELSEWHERE)  # a derivative computes the weights again, as of a checkpoint
     records = [steps_of(seen, number)[step] for number, step in calls]
     record = reduce(together, records)
     requirements = {

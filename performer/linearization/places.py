@@ -59,6 +59,12 @@ MASKED = -9000.0
 FILL = 64.0
 
 
+READ_ELSEWHERE = (
+    "its weights are read elsewhere, as by a derivative or an output: linearize first, then"
+    " differentiate"
+)
+
+
 class Unfit(Exception):
     """Reason why attention is left as it is."""
 
@@ -466,6 +472,8 @@ def _place(
     layout = Layout.of(program, scores, output, number, names[weights[1]])
     if layout is None:
         return None
+    if _is_read_elsewhere(program, exponential, output, weights):
+        raise Unfit(READ_ELSEWHERE)
     goal = program.ops[exponential].inputs[0]
     while goal[0] == "op" and program.ops[goal[1]].equation.primitive.name == "sub":
         whole, part = program.ops[goal[1]].inputs
@@ -510,6 +518,16 @@ def _place(
     scope = program.ops[scores].scope
     own = frozenset(along)
     return Place(scores, output, goal, chain, layout, line, scope, kept, own, masked, scaled)
+
+
+def _is_read_elsewhere(program: Program, exponential: int, output: int, weights: Ref) -> bool:
+    """True if more than the product with the values reads the weights, or parts of them."""
+    inside = {exponential, *_between(program, exponential, weights)}
+    refs = list(program.outputs)
+    for number, op in enumerate(program.ops):
+        if number not in inside and number != output:
+            refs += op.inputs
+    return any(ref[0] == "op" and ref[1] in inside for ref in refs)
 
 
 def _between(program: Program, start: int, goal: Ref) -> list[int]:
