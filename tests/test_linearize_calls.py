@@ -277,3 +277,9 @@ READ_ELSEWHERE = {
 def test_weights_that_are_read_elsewhere(how):
     with pytest.raises(ValueError, match="linearize first, then differentiate"):
         performer.linearize(READ_ELSEWHERE[how], [(normal(0, 2, 6, 8),)], **EXACT)
+
+
+def test_a_nan_in_a_batch_is_an_error():
+    x, y = normal(0, 2, 4, 2, 8), normal(1, 2, 9, 2, 8)
+    with pytest.raises(ValueError, match=r"test_linearize_calls.py:\d+: queries or keys are not f"):
+        performer.linearize(cross, [(x, y), (x.at[1, 2, 1, 3].set(jnp.nan), y)], **KEYS)

@@ -437,6 +437,26 @@ def foreign_function(q, k, v):
     return jax.ffi.ffi_call("flash_attn_fwd", jax.ShapeDtypeStruct(q.shape, q.dtype))(q, k, v)
 
 
+def sink(q, k, v):
+    """A logit of no key, joined to the scores."""
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 2
+    scores = jnp.concatenate([scores, jnp.zeros((B, HEADS, T, 1))], axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores)[..., :-1], v)
+
+
+def talking_heads(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+    weights = jnp.einsum("bnts,nm->bmts", weights, array(41, HEADS, HEADS))
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def regrouped(*heads):
+    """Batch and heads in one axis, which is split for the mask, as in ports from torch."""
+    q, k, v = (y.transpose(0, 2, 1, 3).reshape(-1, T, HEAD) for y in heads)
+    scores = jnp.where(TRIL, (q @ k.mT).reshape(B, HEADS, T, T), -1e9).reshape(-1, T, T)
+    return (jax.nn.softmax(scores) @ v).reshape(B, HEADS, T, HEAD).transpose(0, 2, 1, 3)
+
+
 def beside(*left):
     """Attention that stays exact beside attention that is replaced."""
 
@@ -462,5 +482,8 @@ LEFT = {
     flash_kernel: "a kernel, .*flash_attention",
     flash_attention: "a kernel, .*flash_attention",
     foreign_function: "a kernel, .*flash_attn",
+    sink: "not read as attention",
+    talking_heads: "not read as attention",
+    regrouped: "not read as attention",
 }
 """Attention -> why it stays exact."""

@@ -121,6 +121,10 @@ def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]
         raise Unfit(READ_ELSEWHERE)  # a derivative computes the weights again, as of a checkpoint
     records = [steps_of(seen, number)[step] for number, step in calls]
     record = reduce(together, records)
+    if not np.isfinite(record["moments"]).all():
+        raise ValueError(
+            f"{path}: queries or keys are not finite: is there a NaN in the batches or parameters?"
+        )
     requirements = {
         "its scores are not scale q.k + bias: is there a soft cap?": record["affine"],
         "its masks differ between heads": record["same heads"],

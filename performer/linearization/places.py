@@ -59,6 +59,7 @@ MASKED = -9000.0
 FILL = 64.0
 
 
+NOT_READ = "exponentials between two products that are not read as attention"
 READ_ELSEWHERE = (
     "its weights are read elsewhere, as by a derivative or an output: linearize first, then"
     " differentiate"
@@ -460,6 +461,8 @@ def _place(
     names = _followed(program, scores, output)
     weights = program.ops[output].inputs[number]
     if weights[0] != "op" or exponential not in names or weights[1] not in names:
+        if _is_softmax(program, scores, exponential, output, weights):
+            raise Unfit(NOT_READ)
         return None
     inside = [scores, *(i for i in range(scores, output + 1) if i in names), output]
     words = (program.ops[i].equation.primitive.name for i in inside)
@@ -471,6 +474,9 @@ def _place(
         return None
     layout = Layout.of(program, scores, output, number, names[weights[1]])
     if layout is None:
+        mixed = [x for i in summed for x in names[weights[1]][i] if x[0] == "batch"]
+        if mixed and _is_softmax(program, scores, exponential, output, weights):
+            raise Unfit(NOT_READ)
         return None
     if _is_read_elsewhere(program, exponential, output, weights):
         raise Unfit(READ_ELSEWHERE)
@@ -518,6 +524,14 @@ def _place(
     scope = program.ops[scores].scope
     own = frozenset(along)
     return Place(scores, output, goal, chain, layout, line, scope, kept, own, masked, scaled)
+
+
+def _is_softmax(program: Program, scores: int, exponential: int, output: int, weights: Ref) -> bool:
+    """True for a sum of exponentials between two products that sum over one axis each."""
+    both = (program.ops[i].equation.params["dimension_numbers"][0] for i in (scores, output))
+    between = (program.ops[i].equation for i in _between(program, exponential, weights))
+    sums = any(equation.primitive.name == "reduce_sum" for equation in between)
+    return sums and all(len(summed[0]) == 1 for summed in both)
 
 
 def _is_read_elsewhere(program: Program, exponential: int, output: int, weights: Ref) -> bool:
