@@ -13,8 +13,9 @@ the denominator is at least 1, nothing overflows. (Choromanski et al. 2021 add a
 global maximum, which changes the estimate.) The queries depend on the keys through the state
 (c, s, z) alone, and states combine associatively.
 
-Every part returns rows (maximum, normaliser, numerator) of the queries; `combine` adds the rows of
-two sets of keys, and `ratio` divides, once. The modules, in the order in which a call meets them:
+Parts return rows (maximum, normaliser, numerator) of the queries; `combine` adds the rows of two
+sets of keys, and `ratio` divides, once. Without positions all keys are one state, and `attend` does
+both at once. The modules, in the order in which a call meets them:
 
     op          `performer_attention`
     refusals    what a call refuses, as a table

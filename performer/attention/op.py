@@ -1,8 +1,9 @@
 """`performer_attention`, the public call, and the sums that compute it.
 
 A call makes its values (`values`) and refuses what does not fit (`refusals`). `maps` turns them
-into features. Every part of the sums returns rows (`state.State`): all keys by features (`state`),
-chunk by chunk (`sweep`), near keys exactly (`exact`). `combine` adds rows, `ratio` divides once.
+into features. Attention that depends on positions goes chunk by chunk (`sweep`, `exact`): each part
+returns rows (`state.State`), `combine` adds them, and `ratio` divides. Other attention is one state
+of all keys, which the queries look up block by block (`state.attend`).
 """
 
 from dataclasses import replace
@@ -39,7 +40,6 @@ from performer.attention.state import (
     by_block,
     combine,
     extended,
-    look_up,
     pad,
     ratio,
     summarise,
@@ -420,12 +420,6 @@ def _attend(
     if exact.first and t and not streams:  # a stream has them in its state
         first, keys = first_keys(keys, exact.first, segments, is_causal)
         selected.append(first)
-
-    def divided(query: Float[Array, "b t k g h"], rows: State) -> Float[Array, "b t k g v"]:
-        for some in selected:
-            rows = combine(rows, exact_rows(query, some, scale))
-        return ratio(rows).astype(dtype)
-
     later_keys = not is_causal and keys.log_decay is not None
     if (exact.window and streams) or (
         t and (exact.window or segments is not None or later_keys or (is_causal and t != 1))
@@ -433,16 +427,17 @@ def _attend(
         ends = nothing, None if is_causal else nothing
         given = query, keys, state, ends, exact, scale, segments
         rows, state = _chunk_by_chunk(maps, *given, plan, streams)
-        output = divided(query, rows)
+        for some in selected:
+            rows = combine(rows, exact_rows(query, some, scale))
+        output = ratio(rows).astype(dtype)
     else:
         assert not isinstance(state, WindowState)
         state = nothing if state is None else state
         state = _with_all_keys(maps[1], keys, state, nothing, plan, is_causal)
+        heavy = selected[0].keys if selected else None
 
         def of_block(query):
-            if selected:
-                return divided(query, look_up(maps[0], query, state, dtype))
-            return attend(maps[0], query, state, dtype).astype(dtype)
+            return attend(maps[0], query, state, dtype, heavy, scale).astype(dtype)
 
         output = by_block(of_block, query, plan.block)
     if order is not None:

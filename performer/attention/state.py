@@ -2,10 +2,10 @@
 
     summarise   keys -> state           every feature attends over the keys
     look_up     queries, state -> rows  every query attends over the features
-    attend      the same and `ratio`    with a derivative of its own in bfloat16
+    attend      queries, state -> output  both at once, with exact keys as further features
     by_block    a function of queries, block by block
     combine     the state of the keys of two states; also the rows of two sets of keys
-    ratio       rows -> output          the division
+    ratio       rows -> output          numerator / normaliser
 
 Heads come first, (k, b, ..., t, h), so that a projection with one draw per head is one batched
 product. The log-weight of a key is added to its exponents; -inf removes it from numerator,
@@ -193,30 +193,54 @@ def look_up(
     products.
     """
     weights, maximum, s, z = _weights(query_map, query, state)
-    over_features = _over_features_narrow if dtype == jnp.bfloat16 else _over_features
-    sums = over_features(weights, s, z, dtype)
+    sums = _over_features(weights, s, z, dtype)
     return State(*(_tokens_first(x, query) for x in (maximum, *sums)))
 
 
 def attend(
-    query_map: Features, query: Float[Array, "b t k g h"], state: State, dtype: jnp.dtype
+    query_map: Features,
+    query: Float[Array, "b t k g h"],
+    state: State,
+    dtype: jnp.dtype,
+    keys: Keys | None = None,
+    scale: float = 1.0,
 ) -> Float[Array, "b t k g v"]:
     """Return ratio(look_up(...)), as one function with one derivative if `dtype` is bfloat16.
 
     That rounds the change of the output, not those of numerator and normaliser, which cancel.
+
+    Exact `keys` (b, f, k, .) are f further features, of exponent `scale` q.k, whose state is the
+    key itself. One product sums over all: a fifth faster than rows of their own.
     """
-    weights, _, s, z = _weights(query_map, query, state)
+    weights, _, s, z = _weights(query_map, query, state, keys, scale)
     output = _output_narrow if dtype == jnp.bfloat16 else _output
     return _tokens_first(output(weights, s, z, dtype), query)
 
 
-def _weights(query_map: Features, query: Array, state: State):
+def _weights(
+    query_map: Features,
+    query: Float[Array, "b t k g h"],
+    state: State,
+    keys: Keys | None = None,
+    scale: float = 1.0,
+):
     """Weights of the features (k, b, t g, m), their maxima, and the sums s and z of the state."""
     b, t, k, g, h = query.shape
     # (b, t, k, g, h) -> (k, b, t g, h): the query heads of a key head are rows
-    split = query_map(heads_first(query).reshape(k, b, t * g, h))
-    (exponent, factor), (c, s, z) = jax.tree.map(flat, (split, tuple(state)))
+    query = heads_first(query).reshape(k, b, t * g, h)
+    (exponent, factor), (c, s, z) = jax.tree.map(flat, (query_map(query), tuple(state)))
     exponent = exponent + c[..., None, :]
+    if keys is not None:
+        assert keys.log_weights is not None
+        by_head = (keys.key, keys.value, keys.log_weights)
+        key, value, log_weights = (flat(heads_first(x)) for x in by_head)
+        logits = dot("...th,...fh->...tf", flat(query), key, query.dtype) * scale
+        exponent = jnp.broadcast_to(exponent, (*logits.shape[:-1], s.shape[-1]))
+        exponent = jnp.concatenate([exponent, logits + log_weights[..., None, :]], axis=-1)
+        if factor is not None:
+            factor = jnp.concatenate([factor, jnp.ones_like(logits)], axis=-1)
+        s = jnp.concatenate([s, jnp.ones_like(log_weights, s.dtype)], axis=-1)
+        z = jnp.concatenate([z, value.astype(z.dtype)], axis=-2)
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
     return exponentials((exponent, factor), maximum), maximum[..., 0], s, z
 
@@ -253,16 +277,6 @@ def _over_features(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> tupl
     normaliser = dot("...tm,...m->...t", weights, s, s.dtype)
     z = transposed(z.astype(dtype))
     return normaliser, dot("...tm,...vm->...tv", weights.astype(dtype), z, dtype)
-
-
-def _over_features_narrow(weights: Array, s: Array, z: Array, dtype: jnp.dtype):
-    """The same, with products of z_j - c s_j, where c is the mean of the values: sum z / sum s.
-
-    Relative to it all z_j are small, and so is what rounding costs, in gradients above all.
-    """
-    mean = jax.lax.stop_gradient(_mean(s, z))
-    normaliser, numerator = _over_features(weights, s, z - mean * s[..., None], dtype)
-    return normaliser, numerator + mean * normaliser[..., None]
 
 
 def _mean(s: Array, z: Array) -> Float[Array, "... 1 v"]:
