@@ -1,4 +1,4 @@
-"""What a call of `performer_attention` refuses, in the order in which a user meets it.
+"""Refusals of `performer_attention`, in the order in which a user meets them.
 
     explained   keywords that do not exist, with what to write instead
     checked     arguments of the wrong kind: names for arrays, floats for numbers of keys

@@ -210,7 +210,7 @@ def _fail_above(family, case, error, limit, got, want, hint) -> None:
 
 
 def _diagnosis(arrays, given, options, got, limit, feature_map) -> str:
-    """What the function computes instead, if it is a known fault."""
+    """Name what the function computes instead, if it is a known fault."""
     query, key, value, frequencies = arrays
     attend = partial(reference_attention, feature_map=feature_map)
     suspects: dict[str, Callable[[], np.ndarray]] = {
