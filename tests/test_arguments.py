@@ -98,10 +98,10 @@ def test_a_failure_is_one_line(tmp_path):
         "def main(*words: str): raise eval(words[0])\narguments.run(main)\n"
     )
     lines = [["failing", error] for error in failures]
-    places = "--config=places365 --dry_run --config.data.dir"
+    mine = "--config=places365 --dry_run --config.data.name=mine --config.data.dir"
     trained = {
         "--config=digits": "--workdir is missing: folder of the run; created if missing\n",
-        f"{places}={tmp_path}": "ValueError: unknown config.data.name 'places365'",
+        f"{mine}={tmp_path}": "ValueError: unknown config.data.name 'mine'",
         "--workdir=nowhere": "ValueError: nowhere holds no run",
         "--config=imagenet --dry_run --topology=v5e:4x": "ValueError: --topology=v5e:4x: a TPU sl",
         "--config=digits --workdir=run --topology=v5e:4x4": "ValueError: --topology requires",
