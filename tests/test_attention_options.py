@@ -130,7 +130,7 @@ def call_of(levels):
 
 
 def excluded(one, other):
-    """What `performer_attention` refuses, what is traced without `jit`, and what is not here."""
+    """True for pairs that are refused, traced without `jit`, or have no oracle here."""
     for (factor, level), (another, its) in ((one, other), (other, one)):
         if factor == "jit" and level is False and str(its).endswith("traced"):
             return True

@@ -91,7 +91,7 @@ def run(lines, folder):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """What the pages have their readers bring, and a run that some of them begin with."""
+    """Folder with the data that readers bring, and a run that some pages begin with."""
     folder = tmp_path_factory.mktemp("base")
     write_photos(folder / "photos", ["cat", "dog"])
     write_photos(folder / "holiday_pictures", [""])

@@ -51,7 +51,7 @@ def grouped(x):
 
 @pytest.mark.parametrize("measured", tiers([12, 3], 1))
 def test_the_axis_of_time_is_the_measured_one(measured):
-    """As many query heads as tokens."""
+    """Grouped attention with as many query heads as tokens."""
     new = replaced(grouped, [normal(0, 2, measured, 4, 8)], **EXACT)
     for t in (3, 4, 5, measured):
         agree(new, grouped, normal(t, 2, t, 4, 8))

@@ -123,7 +123,7 @@ def test_a_folder_of_raw_pictures_is_named_with_the_command(source, tmp_path):
 
 
 def test_other_pictures_have_another_fingerprint(source, tmp_path):
-    """As many of the same classes; a copy of a data set elsewhere has that of the original."""
+    """Equal numbers and classes are not enough; a copy elsewhere has the same fingerprint."""
 
     def fingerprint(folder):
         return load(tmp_path / folder, "pets", "validation").fingerprint()

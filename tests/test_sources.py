@@ -491,7 +491,7 @@ def test_a_table_of_pictures_in_class_folders_needs_a_usual_column(tmp_path):
 
 
 def test_every_file_is_accounted_for(tmp_path, capsys):
-    """Those that are read, and the others by kind, with the reason and the first of them."""
+    """Files that are read, and ignored ones by kind, with the reason and the first of them."""
     source = tmp_path / "pets"
     write_folders(source)
     (source / "7.png").write_bytes(picture(7))
@@ -525,7 +525,7 @@ def test_folders_of_no_form(tmp_path):
 
 
 def test_a_table_reads_nothing_outside_its_folder(tmp_path):
-    """Of a path only its end counts: a picture of that name in the folder, or none."""
+    """Only the end of a path counts: a picture of that name in the folder, or none."""
     outside, folder = tmp_path / "secret.png", tmp_path / "photos"
     folder.mkdir()
     for path in (outside, folder / "a.png"):

@@ -66,12 +66,11 @@ def faded(state: State, log_decay: Float[Array, "*b"] | None) -> State:
     )
 
 
-def as_seen(keys: Keys, side: str) -> Keys:
-    """Keys weighted as for queries before all of them, "since", or after all, "until"."""
+def decayed(keys: Keys) -> Keys:
+    """Keys weighted as for queries after all of them."""
     if keys.log_decay is None:
         return keys
-    per_token = sums(jnp.swapaxes(keys.log_decay, 1, 2))._asdict()[side]  # (b, k, s)
-    weights = jnp.swapaxes(per_token, 1, 2)
+    weights = jnp.swapaxes(sums(jnp.swapaxes(keys.log_decay, 1, 2)).until, 1, 2)  # (b, s, k)
     if keys.log_weights is not None:
         weights = weights + keys.log_weights
     return keys._replace(log_weights=weights)

@@ -214,11 +214,11 @@ def _one_token(
 
     def with_chunk(far):
         far = decay.faded(far, decay.total(entering))
-        return summarise(maps[1], decay.as_seen(entering, "until"), far, plan.block)
+        return summarise(maps[1], decay.decayed(entering), far, plan.block)
 
     faded = decay.faded(far, decay.total(near))
     rows = look_up(maps[0], query, faded, far.normaliser.dtype)
-    rows = combine(rows, exact_rows(query, Selected(decay.as_seen(near, "until")), scale))
+    rows = combine(rows, exact_rows(query, Selected(decay.decayed(near)), scale))
     return rows, jax.lax.cond(new_chunk, with_chunk, lambda far: far, far)
 
 
