@@ -10,6 +10,7 @@ calibration   exact invariances and importance sampling that lower the error of 
 refinement  attention transfer: frequencies, or any map, trained towards softmax attention
 analysis    error of attention on given queries and keys; the number of features that they need
 linearize   a trained JAX function -> the same function with random-feature attention
+measure     its queries and keys, for several calls of `linearize`
 nnx, linen  attention as drop-ins for Flax; linearized nnx models (`import performer.nnx`)
 quadrature  spherical-radial rules: weighted frequencies, exact to degree three
 butterfly   random orthogonal matrices with products in O(d log d)
@@ -49,9 +50,10 @@ if TYPE_CHECKING:
     from performer import testing as testing
     from performer import theory as theory
     from performer.linearization import linearize as linearize
+    from performer.linearization import measure as measure
 
 __version__ = "0.1.0"
-__all__ = ["linearize", "performer_attention"]
+__all__ = ["linearize", "measure", "performer_attention"]
 
 MODULES = (
     "analysis",
@@ -76,8 +78,8 @@ MODULES = (
 
 
 def __getattr__(name: str) -> Any:
-    if name == "linearize":
-        return import_module("performer.linearization").linearize
+    if name in ("linearize", "measure"):
+        return getattr(import_module("performer.linearization"), name)
     if name in MODULES:
         return import_module(f"performer.{name}")
     raise AttributeError(f"module 'performer' has no attribute {name!r}")

@@ -498,7 +498,8 @@ def _block(
         kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - finite(top_key)).T
         kernel = jnp.where(seen, kernel, 0)
         if selected is not None:
-            near = is_near(place, jnp.arange(len(key)), selected)
+            positions = jnp.arange(len(key))
+            near = is_near(place, positions, positions, selected)
             near |= (place < selected.rows)[:, None]
             near = seen & (near if ranks is None else near | (ranks < selected.keys))
             exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)

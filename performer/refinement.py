@@ -51,6 +51,8 @@ ROUNDS, PATIENCE = 20, 4
 """Evaluations of the held-out loss, and those without progress before early stopping."""
 HELD_OUT = 8
 """One example of so many is held out."""
+TINY = 1e-37
+"""Smallest kernel whose logarithm is formed: a row of underflow is uniform, not NaN."""
 START = 0.3
 """Size of the frequencies at the start of `refine_far`, relative to those of a coupling."""
 
@@ -82,20 +84,31 @@ class Sample(NamedTuple):
     def near(self, exact: Exact) -> Bool[Array, "#b 1 t s"]:
         """Mask of the pairs that a window makes exact, if both exist and see one another.
 
-        Tokens are counted in their own sequence, as `performer_attention` counts them.
+        As in `performer_attention` packed sequences form chunks one after another, in the order of
+        their numbers, and each has its own first keys.
         """
-        of_query, of_key = (jnp.arange(x.shape[1])[None] for x in self[:2])
+        query, key = (jnp.arange(x.shape[1])[None] for x in self[:2])
+        of_segment = key
         if self.segments is not None:
             same = self.segments[:, :, None] == self.segments[:, None]
-            of_query = of_key = jnp.sum(same & jnp.tri(same.shape[1], k=-1, dtype=bool), axis=-1)
-        return is_near(of_query, of_key, exact)[:, None]
+            of_segment = jnp.sum(same & jnp.tri(same.shape[1], k=-1, dtype=bool), axis=-1)
+            query = key = jnp.argsort(jnp.argsort(self.segments, stable=True))
+        return is_near(query, key, of_segment, exact)[:, None]
 
 
-def is_near(query: Any, key: Any, exact: Exact) -> Any:
-    """Mask (..., t, s) of near pairs, for queries (..., t) and keys (..., s) at these places."""
-    size, query, key = jnp.maximum(exact.window, 1), query[..., :, None], key[..., None, :]
-    near = (abs(query // size - key // size) <= 1) | (key < exact.first)
-    return near & (exact.window > 0)
+def is_near(query: Any, key: Any, of_segment: Any, exact: Exact) -> Any:
+    """Mask (..., t, s) of near pairs of queries (..., t) and keys (..., s) at these positions.
+
+    `of_segment` are positions of keys in their own sequence.
+    """
+    query, key = (x // jnp.maximum(exact.window, 1) for x in (query, key))
+    near = abs(query[..., :, None] - key[..., None, :]) <= 1
+    return (near | (of_segment < exact.first)[..., None, :]) & (exact.window > 0)
+
+
+def traced(exact: Exact) -> Exact:
+    """Numbers of pairs as arrays, so that one program serves all of them."""
+    return Exact(*map(jnp.int32, exact))
 
 
 def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "b n t s"]:
@@ -151,7 +164,8 @@ LEARNED = FeatureMap(_learned, kernel="softmax")
 class Linear:
     """Random-feature attention in the place of one layer."""
 
-    frequencies: Float[Array, "*l k m h"]
+    frequencies: Float[Array, "*l k m h"] | None
+    """None for exact pairs alone."""
     calibration: Calibration | None = None
     query_frequencies: Float[Array, "*l k m h"] | None = None
     """With `weights`, learned features (`refine_far`)."""
@@ -163,11 +177,14 @@ class Linear:
         """Keywords of `performer_attention`."""
         arrays = {name: x for name, x in vars(self).items() if name != "exact" and x is not None}
         learned = {} if self.weights is None else {"feature_map": LEARNED}
-        return arrays | learned | self.exact.options
+        return {"frequencies": None} | arrays | learned | self.exact.options
 
 
 def performer_estimate(
-    frequencies: Float[Array, "k m h"], attention: Linear, sample: Sample, is_causal: bool = False
+    frequencies: Float[Array, "k m h"] | None,
+    attention: Linear,
+    sample: Sample,
+    is_causal: bool = False,
 ) -> Float[Array, "b n t s"]:
     """A^ of this attention, with other frequencies."""
     options: Any = replace(attention, frequencies=frequencies).options
@@ -176,13 +193,46 @@ def performer_estimate(
 
 
 Fixed = tuple[Calibration | None, Exact]
-"""Shift and scale of a calibration, and the exact pairs."""
+"""The calibration, and the exact pairs, whose numbers may be traced: one program serves all."""
+
+
+def positive_estimate(
+    frequencies: Float[Array, "k m h"] | None,
+    fixed: Fixed,
+    sample: Sample,
+    is_causal: bool = False,
+) -> Float[Array, "b n t s"]:
+    """A^ of positive features and exact pairs, as `performer_estimate`, in quadratic time.
+
+    It forms the kernel matrix from exponents of features, and is several times as fast to compile
+    and to differentiate for the short sequences that calibrate a model. Features may underflow
+    where `performer_attention` has a stabilizer for each block of queries.
+    """
+    calibration, exact = fixed
+    query, key = _scaled(sample, calibration)
+    if frequencies is None:
+        far = jnp.full((*query.shape[:3:2], query.shape[1], key.shape[1]), -jnp.inf, query.dtype)
+        return _rows(far, query, key, exact, sample, is_causal)
+    bias, w = None, frequencies.astype(query.dtype)
+    if calibration is not None:
+        _, w, bias = fold(calibration, w)
+        if calibration.root is not None and bias is not None:
+            bias = bias + log_determinant(calibration.root)[..., None]
+    half_query, half_key = (
+        jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None] / 2 for x in (query, key)
+    )
+    w = jnp.broadcast_to(w, (sample.key.shape[2], *w.shape[-2:]))
+    of_query, of_key = _exponents(query, w) - half_query, _exponents(key, w) - half_key
+    if bias is not None:
+        bias = jnp.broadcast_to(bias, w.shape[:2])
+        of_key += jnp.repeat(bias, of_key.shape[1] // len(bias), axis=0)[None, :, None]
+    return _rows(_log_kernel(of_query, of_key), query, key, exact, sample, is_causal)
 
 
 def learned_estimate(
     far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False
 ) -> Float[Array, "b n t s"]:
-    """A^ with exact near pairs and the features `LEARNED` for the others, in quadratic time.
+    """A^ of the features `LEARNED` and exact pairs, in quadratic time.
 
     Raises:
         ValueError: for a calibration with a tilt or a proposal.
@@ -190,27 +240,30 @@ def learned_estimate(
     calibration, exact = fixed
     if calibration is not None and calibration.changes_law:
         raise ValueError(
-            "features of far pairs go with a calibration of shift and scale: leave out its mean and"
-            " root (calibration._replace(mean=None, root=None)), a law that frequencies are drawn"
-            " from, and these are learned"
+            "features of far pairs require a calibration of shift and scale: leave out its mean and"
+            " root (calibration._replace(mean=None, root=None)), a distribution that frequencies"
+            " are drawn from, because these are learned"
         )
+    query, key = _scaled(sample, calibration)
+    of_query, of_key, bias, weight = (x.astype(query.dtype) for x in far)
+    bias = bias + weight[:, None]
+    bias = jnp.repeat(bias, query.shape[2] // len(bias), axis=0)[None, :, None]
+    kernel = _log_kernel(_exponents(query, of_query), _exponents(key, of_key) + bias)
+    return _rows(kernel, query, key, exact, sample, is_causal)
+
+
+def _scaled(sample: Sample, calibration: Calibration | None) -> tuple[Array, Array]:
+    """Queries and keys (b, t, n, h), times sqrt(scale), moved by the shift and scale."""
     dtype = float32_or_wider(sample.query, sample.key)
     query, key = (x.astype(dtype) * x.shape[-1] ** -0.25 for x in sample[:2])
     if calibration is not None:
         query, key = transform_queries(calibration, query), transform_keys(calibration, key)
-    groups = query.shape[2] // key.shape[2]
-    key = jnp.repeat(key, groups, axis=2)
-    far = Far(*(jnp.repeat(x.astype(dtype), groups, axis=0) for x in far))
+    return query, jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
 
-    def exponents(x, w):  # (b, t, n, h), (n, m, h) -> (b, n, t, m)
-        return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest")
 
-    bias = (far.bias + far.weight[:, None])[None, :, None]
-    of_query, of_key = exponents(query, far.of_query), exponents(key, far.of_key) + bias
-    logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
-    logits = jnp.where(sample.near(exact), logits, _log_kernel(of_query, of_key))
-    pairs = sample.pairs(is_causal)
-    return jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs)
+def _exponents(x: Float[Array, "b t n h"], w: Float[Array, "k m h"]) -> Float[Array, "b n t m"]:
+    w = jnp.repeat(w, x.shape[2] // len(w), axis=0)
+    return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest")
 
 
 def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
@@ -220,8 +273,31 @@ def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
     most = jax.lax.stop_gradient(jnp.max(towards, axis=-1, keepdims=True))
     features = jnp.exp(towards - most), jnp.exp(of_key - largest)
     kernel = jnp.einsum("bntm,bnsm->bnts", *features, precision="highest") / of_key.shape[-1]
-    positive = kernel > 0
-    return jnp.where(positive, jnp.log(jnp.where(positive, kernel, 1)), -jnp.inf) + most
+    some = jnp.any(jnp.isfinite(of_key), axis=(-2, -1), keepdims=True)  # not a weight of -inf
+    return jnp.where(some, jnp.log(jnp.maximum(kernel, TINY)), -jnp.inf) + most
+
+
+def _rows(
+    log_kernel: Float[Array, "b n t s"],
+    query: Float[Array, "b t n h"],
+    key: Float[Array, "b s n h"],
+    exact: Exact,
+    sample: Sample,
+    is_causal: bool,
+) -> Float[Array, "b n t s"]:
+    """Rows of A^ in which exact pairs have q.k in the place of the logarithm of their kernel."""
+    pairs, (b, n, t, s) = sample.pairs(is_causal), log_kernel.shape
+    # The weight of a key: a sum over all queries, and the query heads of a key head.
+    exists, heads = sample.keys[:, None, None], sample.key.shape[2]
+    features_alone = jax.lax.stop_gradient(jnp.where(exists, log_kernel, -jnp.inf))
+    weights = jnp.sum(jax.nn.softmax(features_alone, where=exists), axis=2)
+    weights = jnp.sum(weights.reshape(b, heads, -1, s), axis=2)
+    rank = jnp.argsort(jnp.argsort(-weights, axis=-1), axis=-1)
+    is_heavy = jnp.repeat(rank < exact.keys, n // heads, axis=1)[:, :, None]
+    near = sample.near(exact) | is_heavy | (jnp.arange(t) < exact.rows)[:, None]
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
+    logits = jnp.where(pairs, jnp.where(near, logits, log_kernel), -jnp.inf)
+    return jax.nn.softmax(logits, where=pairs)
 
 
 def calibrated_far(
@@ -318,7 +394,7 @@ def transfer(
     Example:
         >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
         >>> refined = transfer(
-        ...     performer_estimate, frequencies, Linear(frequencies), Sample.of(q, k), steps=2
+        ...     positive_estimate, frequencies, (None, Exact()), Sample.of(q, k), steps=2
         ... )
     """
     (training, held_out), key = parted(sample), jax.random.key(0)
@@ -331,7 +407,7 @@ def transfer(
     def step(carry, xs):
         (trained, state), (key, rate) = carry, xs
         chosen = jax.random.choice(key, len(training.query), (size,), replace=False)
-        batch = _rows(training, chosen)
+        batch = _chosen(training, chosen)
         losses = partial(_losses, estimate, divergence, is_causal, fixed, batch)
         gradient = jax.grad(lambda trained: jnp.sum(losses(trained)))(trained)
         updates, state = ADAM.update(gradient, state)
@@ -402,7 +478,7 @@ def refine_far(
         ...     feature_map=LEARNED, is_causal=True, **exact.options,
         ... )
     """
-    fixed = calibration, Exact(*map(jnp.int32, exact))
+    fixed = calibration, traced(exact)
     options |= dict(steps=steps, is_causal=is_causal)
     moved = transfer(learned_estimate, far, fixed, sample, **options)
     moved = at_least_near(learned_estimate, moved, fixed, sample, is_causal)
@@ -453,13 +529,17 @@ def _size(sample: Sample, examples: int) -> int:
 
 @jax.jit
 def parted(sample: Sample) -> tuple[Sample, Sample]:
-    """Training and held-out examples, the latter evenly spread; a single example is both."""
-    number = len(sample.query)
-    if number == 1:
+    """Training and held-out examples; a single example is both."""
+    if len(sample.query) == 1:
         return sample, sample
-    out = np.arange(number) % HELD_OUT == min(number, HELD_OUT) // 2
-    return _rows(sample, ~out), _rows(sample, out)
+    out = is_held_out(len(sample.query))
+    return _chosen(sample, ~out), _chosen(sample, out)
 
 
-def _rows(sample: Sample, chosen: Array | np.ndarray) -> Sample:
+def is_held_out(number: int) -> np.ndarray:
+    """Mask of the examples that are held out, evenly spread; none of a single one."""
+    return (np.arange(number) % HELD_OUT == min(number, HELD_OUT) // 2) & (number > 1)
+
+
+def _chosen(sample: Sample, chosen: Array | np.ndarray) -> Sample:
     return jax.tree.map(lambda x: x[chosen], sample)

@@ -63,10 +63,15 @@ def random_decays(b=2, t=14, n=2, seed=0):
     return -rng.exponential(0.2, (b, t, n)).astype(np.float32)
 
 
-def by_op(query, key, value, *, num_features=16, pairs=None, **options):
-    """Attention as `linearize` makes it: frequencies and calibration as documented."""
+def by_op(query, key, value, *, batch=3, num_features=16, pairs=None, **options):
+    """Attention as `linearize` makes it: frequencies and calibration as documented.
+
+    The moments are those of batches of so many examples, the second of each held out.
+    """
     of_moments = {name: options[name] for name in ("is_causal", "scale") if name in options}
-    moments = calibration.pair_moments(query, key, mask=pairs, **of_moments)
+    fitted = np.arange(len(query)) % batch != min(batch, 8) // 2
+    mask = None if pairs is None else pairs[fitted]
+    moments = calibration.pair_moments(query[fitted], key[fitted], mask=mask, **of_moments)
     heads, width = key.shape[2:]
     drawn_key = jax.random.split(jax.random.key(0), 1)[0]
     frequencies = couplings.draw(drawn_key, couplings.DEFAULT, num_features, width, heads)

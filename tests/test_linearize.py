@@ -302,7 +302,8 @@ def test_the_original_and_its_arrays_stay():
 def test_the_report(tmp_path):
     model = Model()
     _, report = linearize(model, BATCHES, num_features=16)
-    query, key, _ = projected(model, BATCHES[0])
+    held_out = X[:, B // 2]  # one example of each batch
+    query, key, _ = projected(model, held_out)
     exact = softmax_attention(Sample.of(query, key))
     row = report.rows[1]
     assert row["uniform attention"] == pytest.approx(
@@ -315,6 +316,7 @@ def test_the_report(tmp_path):
     )
     report.to_csv(tmp_path / "report.csv")
     lines = (tmp_path / "report.csv").read_text().splitlines()
-    assert lines[0].startswith("path,layer,head,attention,m,exact keys,attention error")
+    sizes = "m,window,first,exact keys,exact rows,cost,keys"
+    assert lines[0].startswith(f"path,layer,head,attention,{sizes},attention error")
     assert len(lines) == 1 + HEADS
     assert "worst heads: attention head" in str(report)

@@ -11,7 +11,7 @@ import pytest
 import performer
 from performer import calibration, couplings
 from performer.attention import Exact
-from performer.linearization import layers
+from performer.linearization import recipes
 from tests import zoo
 from tests.attention_inputs import by_op
 from tests.tiers import tiers
@@ -110,7 +110,6 @@ def test_with_all_keys_exact_it_is_the_same_function(model):
 def test_what_stays_exact_is_named():
     with pytest.warns(UserWarning, match="attention that stays exact") as caught:
         _, report = performer.linearize(*zoo.beside(*LEFT), num_features=4)
-    assert len(caught) == 1
     assert len(rows_of(report)) == 1
     assert len(report.left) == len(LEFT)
     for wanted in LEFT.values():
@@ -151,9 +150,9 @@ def test_it_is_the_op_on_queries_and_keys(model):
         exists = jnp.asarray(jnp.arange(T) < LENGTHS[:, None])[:, None, None]
         exists = jnp.concatenate([exists, exists])
         pairs = jnp.broadcast_to(exists, (2 * B, 1, zoo.S, T))
-        want = by_op(query, key, value, num_features=6, pairs=pairs, mask=exists)
+        want = by_op(query, key, value, batch=B, num_features=6, pairs=pairs, mask=exists)
     else:
-        want = by_op(query, key, value, num_features=6, is_causal=True)
+        want = by_op(query, key, value, batch=B, num_features=6, is_causal=True)
         want = zoo.out(batches[0][0], want)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -245,7 +244,7 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
     assert jnp.min(jnp.max(jnp.abs(drawn[:2] - drawn[1:]), axis=(1, 2, 3))) > 0.1
     assert [name[-3:] for name in rows_of(report)] == ["[0]", "[1]", "[2]"]
     p = batches[0][0]
-    q, k, _ = zoo.project(jax.tree.map(lambda y: y[0], p), jnp.concatenate([b[1] for b in batches]))
+    q, k, _ = zoo.project(jax.tree.map(lambda y: y[0], p), jnp.concatenate([b[1][:1] for b in batches]))
     moments = calibration.pair_moments(q, k, is_causal=True)
     fitted = calibration.fit(moments, "full", couplings.DEFAULT)
     first = jax.tree.map(lambda y: y[:1], new.args[0])
@@ -280,14 +279,14 @@ def test_a_tolerance_chooses_the_cheapest_sizes_of_each_place():
     assert {name: row["attention"] for name, row in rows.items()} == kinds
     m = rows["#2[1]"]["m"]
     assert [row["m"] for row in rows.values()] == [8, 64, m, m]
-    one = [(jnp.concatenate([x for (x,) in batches]),)]  # all are examples of the report
-    errors = [numbers(one, num_features=x)["#2[1]"]["attention error"] for x in (m // 2, m)]
+    errors = [numbers(batches, num_features=x)["#2[1]"]["attention error"] for x in (m // 2, m)]
     assert errors[1] <= 0.1 < errors[0]
     assert rows["#2[1]"]["attention error"] == pytest.approx(errors[1], rel=1e-4)
-    options = layers.Options(num_features=48, tolerance=1.0, exact=Exact(keys=16))
+    options = recipes.Options(num_features=48, tolerance=1.0, exact=Exact(keys=16))
     sizes = [(6, 0), (6, 8), (12, 0), (6, 16), (12, 8), (12, 16), (24, 0), (24, 8), (24, 16)]
     sizes += [(48, 0), (48, 8), (48, 16)]
-    assert options.sizes(8) == sizes
+    (layer,) = performer.measure(attend, batches).layers
+    assert [(m, exact.keys) for m, exact in options.recipes(layer)] == sizes
 
 
 @pytest.mark.thorough
@@ -312,8 +311,8 @@ def test_the_way_of_refinement_with_the_lower_error_is_taken(monkeypatch):
     function, batches = zoo.plain()
     window = dict(num_features=6, exact_window=1)
     _, plain = performer.linearize(function, batches, **window)
-    monkeypatch.setattr(layers, "transfer", lambda _, w, *__, **___: w)
-    monkeypatch.setattr(layers, *SPOILT["frequencies"])
+    monkeypatch.setattr(recipes, "transfer", lambda _, w, *__, **___: w)
+    monkeypatch.setattr(recipes, *SPOILT["frequencies"])
     _, refined = performer.linearize(function, batches, refine_steps=1, **window)
     assert refined.layer_errors() == plain.layer_errors()
 
@@ -329,7 +328,7 @@ def test_refining_beside_a_window(model, way, monkeypatch):
     function, batches = model()
     window = dict(num_features=6, exact_window=1)
     _, plain = performer.linearize(function, batches, **window)
-    monkeypatch.setattr(layers, *SPOILT[way])
+    monkeypatch.setattr(recipes, *SPOILT[way])
     new, refined = performer.linearize(function, batches, refine_steps=60, **window)
     before, after = (np.mean(list(x.layer_errors().values())) for x in (plain, refined))
     if way == "features":  # none is worse than the window alone, but some than what is calibrated

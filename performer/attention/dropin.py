@@ -15,7 +15,7 @@ def attention_fn(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
     value: Float[Array, "*b s k v"],
-    frequencies: Float[Array, "*n m h"],
+    frequencies: Float[Array, "*n m h"] | None,
     *,
     mask: ArrayLike | None,
     bias: ArrayLike | None,

@@ -85,7 +85,7 @@ def performer_attention(
     query: Array,
     key: Array,
     value: Array,
-    frequencies: Array,
+    frequencies: Array | None,
     *,
     return_state: Literal[False] = False,
     **options: Unpack[Options],
@@ -97,7 +97,7 @@ def performer_attention(
     query: Array,
     key: Array,
     value: Array,
-    frequencies: Array,
+    frequencies: Array | None,
     *,
     return_state: Literal[True],
     **options: Unpack[Options],
@@ -109,7 +109,7 @@ def performer_attention(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
     value: Float[Array, "*b s k v"],
-    frequencies: Float[Array, "*n m h"],
+    frequencies: Float[Array, "*n m h"] | None,
     *,
     mask: ArrayLike | None = None,
     is_causal: bool = False,
@@ -173,7 +173,7 @@ def performer_attention(
         value: (b, s, k, v).
         frequencies: N(0, I_h) rows drawn by a coupling, rounded to the dtype of `query`: (m, h) for
             all heads, (k, m, h) for key heads, or (n, m, h) for query heads at the cost of n key
-            heads.
+            heads. None has no features: only the pairs of an `exact_window` are attended to.
         mask: keys that exist, True or non-zero; broadcasts to (b, 1, 1, s). A query without any
             key returns 0.
         is_causal: query i attends to the keys up to i. Later finite keys change nothing, bit for
@@ -217,10 +217,12 @@ def performer_attention(
             states of m (v + 2) numbers for each batch entry and head, whatever the length. Cannot
             be combined with exact pairs, decay or segments.
         exact_window: w > 0 computes near keys by e^{q.k} itself, in one normaliser with the
-            estimate of the others. Tokens (of a segment, in their order) form chunks of w; keys of
-            the same and the previous chunk are near, and keys of the next if not causal. Masked
-            tokens count as positions: put padding at the end. Requires t = s, a map that estimates
-            softmax, and `weights` of the kernel itself (1 / m if None).
+            estimate of the others. Tokens form chunks of w; keys of the same and the previous chunk
+            are near, and keys of the next if not causal. Packed sequences are cut into chunks one
+            after another, in the order of their numbers, so their near keys depend on the lengths
+            before them unless w divides these. Masked tokens count as positions: put padding at the
+            end. Requires t = s, a map that estimates softmax, and `weights` of the kernel itself
+            (1 / m if None).
         exact_first: number of first keys (of each segment) that are exact for all queries. Masked
             tokens count. Requires an `exact_window`.
         exact_keys: f > 0 computes the f keys of each head with the largest weights by e^{q.k}
@@ -269,10 +271,12 @@ def performer_attention(
     exact = Exact(**{name: refusals.number(f"exact_{name}", x) for name, x in given.items()})
     lead, inputs = query.shape[:-3], Tokens(query, key, value)
     tokens = refusals.with_one_batch_axis(inputs)
+    none = jnp.zeros((1, query.shape[-1]), query.dtype), jnp.zeros(1)  # one feature of weight 0
+    w, feature_weights = none if frequencies is None else (frequencies, weights)
     estimate = Estimate(
-        frequencies,
+        w,
         query_frequencies,
-        weights,
+        feature_weights,
         calibration,
         features.get(feature_map),
         scale=scale,
@@ -299,12 +303,14 @@ def performer_attention(
         calibrated=calibration is not None,
         sampled=calibration is not None and calibration.changes_law,
         query_frequencies=query_frequencies is not None,
+        weighted=weights is not None,
         lengths=key_value_seq_lengths is not None,
         packed=pairs.segments is not None,
         cross_packed=pairs.segments is not None and pairs.segments[1] is not None,
         decay="alibi_slopes" * (alibi_slopes is not None) or "log_decay" * (log_decay is not None),
         streams=streams,
         axis_name=axis_name,
+        featureless=frequencies is None,
     )
     refusals.check_together(call)
     if initial_state is not None:
@@ -323,7 +329,7 @@ def performer_attention(
 def attention_weights(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
-    frequencies: Float[Array, "*n m h"],
+    frequencies: Float[Array, "*n m h"] | None,
     **options: Any,
 ) -> Float[Array, "*b n t s"]:
     """Return the estimated attention matrix: `performer_attention` of unit values.

@@ -92,6 +92,8 @@ def check_arrays(query: Any, key: Any, value: Any, frequencies: Any) -> None:
             f"frequencies={frequencies!r} is a name; draw them:"
             f" performer.couplings.get({frequencies!r})(jax.random.key(0), {m}, {h})"
         )
+    if frequencies is None:
+        return
     if not hasattr(frequencies, "dtype") or len(frequencies.shape) < 2:
         shape = getattr(frequencies, "shape", None)
         got = f"have shape {shape}" if shape is not None else f"are {frequencies!r}"
@@ -262,6 +264,8 @@ class Call(NamedTuple):
     sampled: bool = False
     """True if the calibration has a tilt or a proposal."""
     query_frequencies: bool = False
+    weighted: bool = False
+    """True with weights."""
     lengths: bool = False
     packed: bool = False
     """True with segment_ids."""
@@ -272,6 +276,8 @@ class Call(NamedTuple):
     streams: bool = False
     """True with a state before or after the call."""
     axis_name: str | None = None
+    featureless: bool = False
+    """True with frequencies=None."""
 
 
 REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
@@ -301,6 +307,11 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
         " distribution that frequencies are drawn from, and these are learned",
     ),
     # Exact pairs
+    (
+        lambda c: c.featureless and (not c.exact.window or c.weighted),
+        "frequencies=None attends to the pairs of a window alone: it requires exact_window > 0 and"
+        " no weights",
+    ),
     (
         lambda c: c.exact.first and not c.exact.window,
         "exact_first={c.exact.first} requires exact_window > 0",

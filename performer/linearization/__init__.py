@@ -3,9 +3,12 @@
 function  `linearize`: any function that JAX can trace
 compare   a call compared with what was measured
 places    softmax attention in a traced program
-layers    measured layers, their calibration and draws, shared with `performer.nnx`
+measure   attention in a program, measured on batches
+layers    measured layers and their attention errors, shared with `performer.nnx`
+recipes   numbers of features and exact pairs of each layer, calibrated and refined
 report    the attention error of every layer and head
 """
 
 from performer.linearization.function import linearize as linearize
+from performer.linearization.function import measure as measure
 from performer.linearization.report import Report as Report

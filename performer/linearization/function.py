@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from performer import couplings
 from performer.attention import performer_attention
 from performer.linearization.compare import Setting, agreement, lengths, of_constants
-from performer.linearization.layers import Layer, Linear, Measured, Options, replacements
+from performer.linearization.layers import Layer, Measured
 from performer.linearization.measure import (
     Seen,
     alibi_slopes,
@@ -38,7 +38,9 @@ from performer.linearization.places import (
     run,
     single_in,
 )
+from performer.linearization.recipes import Options, replacements
 from performer.linearization.report import Report
+from performer.refinement import Linear
 from performer.typing import Coupling, float32_or_wider
 
 UNCHOSEN = "not chosen by where"
@@ -64,7 +66,9 @@ def linearize(
     keep: int = 0,
     tolerance: float | None = None,
     where: Callable[[str], bool] | None = None,
+    measured: Measured | None = None,
     seed: int = 0,
+    show: Callable[[str], Any] | None = None,
     **exact: int,
 ) -> tuple[Callable[..., Any], Report]:
     """Replace exact attention in a function by random-feature attention.
@@ -82,26 +86,43 @@ def linearize(
     So does a kernel such as flash attention, and attention inside `while_loop` and `cond`. A
     warning and the report name the file, the line and the reason.
 
+    Without sizes each place gets the cheapest recipe whose attention error on held-out examples is
+    within the tolerance, mean over heads:
+
+        features   m = head_dim, 2 head_dim or 4 head_dim, calibrated
+        exact_keys 16, 32 or 64 with them, in layers without causality, segments and ALiBi
+        exact_rows 1 there, if the row of the first query (a class token) is not within the
+                   tolerance
+        windows    exact_window=16, 32 or 64 and exact_first=1 in other layers, with features or
+                   without
+
+    Two exact keys cost as much as one feature, and a window of w as 3 w keys, 2 w if causal. A
+    place for which no recipe is enough stays exact, with a warning. Sizes that are given are those
+    of all layers, whatever the error.
+
     Args:
         function: takes arrays or pytrees of them. Other arguments are static.
-        batches: tuples of its arguments. They are read once, and with `refine_steps` or
-            `tolerance` once more for each layer.
+        batches: tuples of its arguments, like those that it will be called with. One example of
+            eight is held out. They are read once, and with `refine_steps` once more for each layer.
         coupling: of the frequencies; every place and key head has its own draw.
-        num_features: m; twice the head_dim if None.
+        num_features: m of all layers; 0 for the exact pairs of a window alone. If only exact pairs
+            are given, twice the head_dim.
         calibration: method of `performer.calibration.calibrate`.
         refine_steps: largest number of steps of Adam for each layer, which move its frequencies
-            towards softmax attention (`performer.refinement`). Beside an exact window features of
-            the far keys are learned, too: frequencies of queries and of keys, a bias of each
-            feature and a weight of the far part. Of both, what has the lower error on held-out
-            examples serves all layers.
+            towards softmax attention (`performer.refinement`); 300 are enough. With an exact window
+            features of the far keys are learned also: frequencies of queries and of keys, a bias
+            of each feature and a weight of the far part. The variant with the lower error on
+            held-out examples serves all layers.
         keep: number of places, those with the largest errors, that stay exact. A scan is one place.
-        tolerance: largest attention error of a layer, mean over heads. `num_features` and
-            `exact_keys` are then limits: each place has the cheapest numbers, down to an eighth of
-            the features, that meet it on all batches, and stays exact if none do. Two exact keys
-            count as one feature. The report's errors are then those on all batches, too.
+        tolerance: largest attention error of a layer; by default 0.1, refined 0.05. If sizes are
+            given, `num_features` and `exact_keys` are limits for it: each place has the cheapest
+            numbers, down to an eighth of the features, that meet it, and stays exact if none do.
         where: name -> whether that place is replaced. Names are those of the report: "model.py:57",
             and "model.py:57 #1" for the second place of a line.
+        measured: result of `measure` on the same batches, to try several options.
         seed: of the frequencies.
+        show: is called with a line of progress for each refined layer; None prints it to a
+            terminal.
         exact: `exact_window`, `exact_first`, `exact_keys` and `exact_rows`, pairs with exact
             attention as in `performer.performer_attention`. A window applies where there are as
             many queries as keys, exact keys in layers without causality, segments and ALiBi.
@@ -123,25 +144,22 @@ def linearize(
         >>> def attend(x):
         ...     scores = jnp.einsum("bqh,bkh->bqk", x, x) / x.shape[-1] ** 0.5
         ...     return jnp.einsum("bqk,bkh->bqh", jax.nn.softmax(scores), x)
-        >>> new, report = linearize(attend, [(q[:, :, 0],)], num_features=8)
+        >>> new, report = linearize(attend, [(q[:, :, 0],)])
         >>> output = jax.jit(new)(q[:, :, 0])
+
+        Several options of one measurement:
+
+        >>> measured = measure(attend, [(q[:, :, 0],)])
+        >>> for m in (8, 16):
+        ...     new, report = linearize(attend, [], measured=measured, num_features=m)
     """
     given: Any = dict(coupling=coupling, num_features=num_features, calibration=calibration)
-    given |= dict(refine_steps=refine_steps, keep=keep, tolerance=tolerance, seed=seed)
+    given |= dict(refine_steps=refine_steps, keep=keep, tolerance=tolerance, seed=seed, show=show)
     options = Options.of(batches, **given, **exact)
-    seen = observe(function, batches, lambda place: where is None or where(place.name))
-    layers, left = [], {name: reason for name, (_, reason) in seen.left.items()}
-    for number, place in enumerate(seen.places):
-        try:
-            layers += _layers_at(seen, number)
-        except Unfit as reason:
-            left[place.name] = str(reason)
-    measured = Measured(layers, left)
-    if left and not layers:
-        lines = "\n".join(f"  {name}: {reason}" for name, reason in left.items())
-        raise ValueError(f"no attention can be replaced:\n{lines}")
-    warn(measured)
+    measured = measured or measure(function, batches, where=where)
+    layers, places = measured.layers, measured.places
     new, report = replacements(measured, partial(examples, function, batches), options)
+    report.warn()
     by_place: dict[int, list[int]] = {}  # a scan is one place of several layers
     for i in new:
         by_place.setdefault(layers[i].place, []).append(i)
@@ -151,13 +169,39 @@ def linearize(
         first, padded = layers[own[0]], any(layers[i].padded for i in own)
         square = first.kind != "of keys" or first.slopes is not None
         square = square or new[own[0]].exact.window > 0
-        place = seen.places[number].place
+        place = places[number].place
         facts = (first.kind, padded, square, place.layout.roles, lengths(place))
         slopes = None if first.slopes is None else np.asarray(first.slopes)
         settings[number] = Setting(*facts, np.asarray(first.scale), slopes)
-        arrays[number] = jax.jit(partial(_stacked, seen.places[number].lengths))(*each)
-    words = tuple(words_of(seen.places))
-    return jax.tree_util.Partial(partial(_call, function, settings, words), arrays), report
+        arrays[number] = jax.jit(partial(_stacked, places[number].lengths))(*each)
+    call = partial(_call, function, settings, tuple(words_of(places)))
+    return jax.tree_util.Partial(call, arrays), report
+
+
+def measure(
+    function: Callable[..., Any],
+    batches: Iterable[Any],
+    *,
+    where: Callable[[str], bool] | None = None,
+) -> Measured:
+    """Measure the attention of a function for `linearize`, which explains arguments and errors.
+
+    The result holds moments of queries and keys, and a few examples of them; its size does not
+    depend on the number of batches. With it `linearize` needs no batches, except to refine.
+    """
+    seen = observe(function, batches, lambda place: where is None or where(place.name))
+    layers, left = [], {name: reason for name, (_, reason) in seen.left.items()}
+    for number, place in enumerate(seen.places):
+        try:
+            layers += _layers_at(seen, number)
+        except Unfit as reason:
+            left[place.name] = str(reason)
+    if left and not layers:
+        lines = "\n".join(f"  {name}: {reason}" for name, reason in left.items())
+        raise ValueError(f"no attention can be replaced:\n{lines}")
+    measured = Measured(layers, left, seen.places)
+    warn(measured)
+    return measured
 
 
 def _stacked(lengths: tuple[int, ...], *layers: Replacement) -> Replacement:
@@ -188,7 +232,7 @@ def warn(measured: Measured) -> None:
     Raises:
         ValueError: if there is no attention at all.
     """
-    layers, left = measured
+    layers, left = measured.layers, measured.left
     if not layers and not left:
         raise ValueError(
             "no softmax attention was found: it is looked for as softmax(scale q k^T + bias) v in"
@@ -250,7 +294,9 @@ def _matched(program: Program, words: Sequence[tuple[str, ...]]) -> list[Named |
 def _attended(values: Values, place: Place, setting: Setting, own: Replacement) -> Array:
     """Linear attention at a place, as the program has its output."""
     query, key, value = values.operands(place)
-    heads = (own.attention.frequencies.shape[0], own.scale.shape[0])
+    heads, w = (key.shape[-2], own.scale.shape[0]), own.attention.frequencies
+    if w is not None:
+        heads = (w.shape[0], heads[1])
     if heads != (key.shape[-2], query.shape[-2]):
         raise ValueError(
             f"{place.line}: its axis of heads had length {heads[1]} when it was measured and has"

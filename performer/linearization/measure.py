@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from performer.calibration import pair_moments
-from performer.linearization.layers import EXAMPLES, Layer
+from performer.linearization.layers import Layer
 from performer.linearization.places import (
     FILL,
     MASKED,
@@ -25,13 +25,15 @@ from performer.linearization.places import (
     run,
     traced,
 )
-from performer.refinement import Sample
+from performer.refinement import Sample, is_held_out, parted
 from performer.typing import float32_or_wider
 
 KINDS = ("of keys", "causal", "of segments", "causal, of segments")
 """Masks that linear attention has, the simplest first."""
 TOLERANCE = {"float32": 1e-3, "float64": 1e-6}
 """Largest error of what was read out, relative to the largest output; 0.05 for narrower types."""
+EXAMPLES = 8
+"""Examples held out, and as many of the others, whose queries and keys are kept."""
 
 
 class Seen(NamedTuple):
@@ -66,7 +68,10 @@ def observe(
         for each in left_in(program):
             same = seen.left.get(each.line, (each.scope, each.reason))[1] == each.reason
             seen.left[each.line if same else f"{each.line}, too"] = each.scope, each.reason
-        both = {i: together(seen.records[i], new[i]) for i in seen.records.keys() & new}
+        both = {
+            i: together(seen.records[i], new[i], len(places[i].lengths))
+            for i in seen.records.keys() & new
+        }
         seen = seen._replace(places=places, records=new | both)
     if number is None:
         raise ValueError("there are no batches: give at least one batch of arguments")
@@ -137,12 +142,15 @@ def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]
         if not holds:
             raise Unfit(reason)
     kind = KINDS[int(np.argmax(record["kinds"]))]
-    sample = jax.tree.map(jnp.asarray, Sample(**record["sample"]))
+    held_out, fitted = (Sample(**record[name]) for name in ("held out", "fitted"))
+    if "segments" not in kind:
+        held_out, fitted = (x._replace(segments=None) for x in (held_out, fitted))
     slopes = record["slopes"] / record["batches"]
     return Layer(
         path=path,
         moments=jnp.asarray(record["moments"] / record["count"]),
-        sample=sample if "segments" in kind else sample._replace(segments=None),
+        held_out=jax.tree.map(jnp.asarray, held_out),
+        fitted=jax.tree.map(jnp.asarray, fitted),
         kind=kind,
         scale=jnp.asarray(record["scale"]),
         slopes=jnp.asarray(slopes) if np.any(np.abs(slopes) > 1e-6) else None,
@@ -163,7 +171,7 @@ def examples(
     batches: Iterable[Any],
     layer: Layer,
 ) -> Sample:
-    """Queries and keys of one layer in all batches, at all its calls."""
+    """Queries and keys of one layer in all batches, at all its calls, but for those held out."""
     numbers, parts = {number for number, _ in layer.calls}, []
     for program, seen in _observations(
         function, batches, lambda place: place.number in numbers, whole=True
@@ -171,7 +179,7 @@ def examples(
         del program
         own = (jax.tree.map(lambda x, i=step: x[i], seen[number]) for number, step in layer.calls)
         parts += [Sample(**each["sample"]) for each in own]
-    if layer.sample.segments is None:
+    if layer.held_out.segments is None:
         parts = [part._replace(segments=None) for part in parts]
     return jax.tree.map(lambda *x: jnp.asarray(np.concatenate(x)), *parts)
 
@@ -264,8 +272,9 @@ def unfolded(fill: float) -> Array:
 def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[str, Any]:
     """Measure one call of a place: sums over batches, facts, and a few examples."""
     sample, visible, bias, scale, value, affine = read(values, place)
+    training, held_out = parted(sample)
     if whole:
-        return {"sample": sample._asdict()}
+        return {"sample": training._asdict()}
     _, t, n, h = sample.query.shape
     s, k = sample.key.shape[1:3]
     groups = n // k
@@ -288,9 +297,10 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     bends = [_bend(values, place, bias, scale, x) for x in (1, -1, 8)]
     slopes, alibi = alibi_slopes(bias, seen)
     count = jnp.float32(sample.queries.size)
-    pairs = (visible & sample.queries[..., None])[:, None]
+    fitted_to = jnp.asarray(~is_held_out(len(bias)))
+    pairs = (visible & (sample.queries & fitted_to[:, None])[..., None])[:, None]
     one_scale = jnp.all(jnp.isnan(scale) | (jnp.abs(scale - of_heads) <= 1e-3 * jnp.abs(of_heads)))
-    few = {name: x[:EXAMPLES] for name, x in sample._asdict().items()}
+    few = min(EXAMPLES, len(held_out.query))
     return {
         "moments": pair_moments(sample.query, sample.key, mask=pairs) * count,
         "count": count,
@@ -304,7 +314,8 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
         "open": jnp.all(seen),
         "all keys": jnp.all(sample.keys),
         "kinds": jnp.stack([fits(visible, kind) for kind in KINDS]),
-        "sample": few,
+        "held out": {name: x[:few] for name, x in held_out._asdict().items()},
+        "fitted": {name: x[:few] for name, x in training._asdict().items()},
     }
 
 
@@ -361,9 +372,19 @@ def fits(visible: Bool[Array, "b t s"], kind: str) -> Bool[Array, ""]:
     return jnp.all((visible == pairs) | ~queries[..., None])
 
 
-def together(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Records of two calls as one: sums, what must hold in both, the first examples."""
+def together(before: dict[str, Any], new: dict[str, Any], scans: int = 0) -> dict[str, Any]:
+    """Records of two calls as one: sums, what must hold in both, the first examples.
+
+    The first `scans` axes are those of steps. Examples of another length are left out.
+    """
     sums = ("moments", "count", "batches", "slopes")
     facts = ("affine", "same heads", "alibi", "exact", "open", "all keys", "kinds")
     both = {name: before[name] + new[name] for name in sums}
-    return before | both | {name: before[name] & new[name] for name in facts}
+    both |= {name: before[name] & new[name] for name in facts}
+    for name in ("held out", "fitted"):
+        few, more = before[name], new[name]
+        if all(few[x].shape[scans + 1 :] == more[x].shape[scans + 1 :] for x in few):
+            joined = {x: np.concatenate([few[x], more[x]], axis=scans) for x in few}
+            first = np.arange(min(EXAMPLES, joined["key"].shape[scans]))
+            both[name] = {x: np.take(y, first, axis=scans) for x, y in joined.items()}
+    return before | both

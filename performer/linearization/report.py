@@ -1,6 +1,8 @@
 """Attention errors of a linearized model, by layer and head."""
 
 import csv
+import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,24 +10,61 @@ from typing import Any
 
 import numpy as np
 
+LOSSES = ((0.1, "little (up to 2%)"), (0.3, "some (2 to 6%)"), (math.inf, "much (18% at 0.5)"))
+"""Loss of accuracy of image classifiers by their mean attention error (docs, "Linearise")."""
+
 
 @dataclass(frozen=True)
 class Report:
-    """Result of `linearize`; its `str` is a table of layers, the worst heads and exact layers.
+    """Result of `linearize`; its `str` is a table of layers, a verdict and what stays exact.
 
     Attributes:
         rows: a record for each layer and head that was measured: "path", "layer" (its number, in
-            the order of calls), "head", "attention" ("linear", or "exact" if kept), the sizes "m"
-            and "exact keys", and the numbers of `layers.head_errors`.
+            the order of calls), "head", "attention" ("linear", or "exact" if kept), the sizes "m",
+            "window", "first", "exact keys" and "exact rows", their "cost" in exact keys for each
+            query (of exact attention: the number of keys), and the numbers of `layers.head_errors`.
+            A layer that stays exact has the sizes and errors of the best recipe that was tried.
         left: path -> why its attention stayed as it was.
+        remarks: what the user should know about layers, one sentence each.
+        tolerance: largest attention error of a layer that is replaced.
     """
 
     rows: list[dict[str, Any]]
     left: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    tolerance: float = math.inf
 
     def worst(self, number: int = 5) -> list[dict[str, Any]]:
-        """The rows with the largest attention errors."""
-        return sorted(self.rows, key=lambda row: -row["attention error"])[:number]
+        """The replaced heads with the largest attention errors."""
+        return sorted(self.linear, key=lambda row: -row["attention error"])[:number]
+
+    @property
+    def linear(self) -> list[dict[str, Any]]:
+        """The rows of layers that were replaced."""
+        return [row for row in self.rows if row["attention"] == "linear"]
+
+    def verdict(self) -> str:
+        """The mean attention error of the replaced layers, and what to expect and to do."""
+        if not self.linear:
+            return "no layer was replaced: the function is the one that was given"
+        error = float(np.mean([row["attention error"] for row in self.linear]))
+        expected = next(text for limit, text in LOSSES if not error > limit)
+        text = f"mean error {error:.2g}: expect to lose {expected} of a classifier's accuracy"
+        if error > LOSSES[0][0]:
+            text += "; refine (refine_steps=300), add exact keys, or leave out the sizes"
+        costs = {row["path"]: (row["cost"], row["keys"]) for row in self.linear}
+        slow = [path for path, (cost, keys) in costs.items() if cost >= keys]
+        if slow:
+            text += (
+                f"\nat this length {len(slow)} of {len(costs)} replaced layers cost more operations"
+                " than exact attention"
+            )
+        return text
+
+    def warn(self) -> None:
+        """Warn of the remarks."""
+        if self.remarks:
+            warnings.warn("\n".join(["linearize:", *self.remarks]), stacklevel=3)
 
     def layer_errors(self) -> dict[str, float]:
         """Path -> the mean attention error of its heads."""
@@ -61,34 +100,45 @@ class Report:
 
     def __str__(self) -> str:
         """The table."""
-        lines = [f"{'layer':32} {'attention':9} {' '.join(COLUMNS.values())}"] if self.rows else []
+        shown = {x: y for x, y in COLUMNS.items() if x not in ANY or any(r[x] for r in self.rows)}
+        if not any(row["window"] for row in self.rows):
+            shown.pop("exact pairs alone")
+        width = max([5, *(len(row["path"]) for row in self.rows)])
+        lines = [f"{'layer':{width}} {'attention':9} {' '.join(shown.values())}"]
         for path in self.layer_errors():
             rows = [row for row in self.rows if row["path"] == path]
-            means = (f"{np.mean([r[x] for r in rows]):{len(y)}.3g}" for x, y in COLUMNS.items())
-            lines.append(f"{path:32} {rows[0]['attention']:9} {' '.join(means)}")
-        if self.rows:
+            means = (f"{np.mean([r[x] for r in rows]):{len(y)}.3g}" for x, y in shown.items())
+            lines.append(f"{path:{width}} {rows[0]['attention']:9} {' '.join(means)}")
+        lines = lines if self.rows else []
+        if self.linear:
             worst = (
                 f"{r['path']} head {r['head']}: {r['attention error']:.3g}" for r in self.worst()
             )
-            above = [row["attention error"] > row["uniform attention"] for row in self.rows]
             lines += ["worst heads: " + ", ".join(worst)]
-            lines += [f"worse than uniform attention: {sum(above)} of {len(above)} heads"]
+            above = [row["attention error"] > row["uniform attention"] for row in self.linear]
             if any(above):
-                lines += [
-                    "  raise num_features or refine_steps, or keep their layers exact (keep, where)"
-                ]
+                lines += [f"worse than uniform attention: {sum(above)} of {len(above)} heads"]
                 lines += ["  (an untrained model attends almost uniformly)"]
+        lines += [self.verdict(), *self.remarks] if self.rows else []
         lines += [f"{path}: left as it is, {why}" for path, why in self.left.items()]
         return "\n".join(lines)
 
 
 COLUMNS = {
     "m": "   m",
+    "window": "window",
     "exact keys": "exact keys",
-    "attention error": "    error",
-    "uniform attention": "  uniform",
-    "|q|^2": "   |q|^2",
-    "|k|^2": "   |k|^2",
+    "exact rows": "exact rows",
+    "cost": "cost",
+    "keys": "keys",
+    "attention error": "error",
+    "standard error": "    ±",
+    "exact pairs alone": "exact pairs alone",
+    "uniform attention": "uniform",
+    "|q|^2": "|q|^2",
+    "|k|^2": "|k|^2",
     "keys attended to": "keys attended to",
 }
 """Numbers of the table, and the heads of their columns."""
+ANY = ("window", "exact keys", "exact rows")
+"""Those that are left out where all are 0."""

@@ -46,7 +46,7 @@ class PerformerAttention(nnx.Module):
     `initial_state` decodes in constant time, also with an exact window.
 
     Args:
-        num_features: m, number of frequencies per head.
+        num_features: m, number of frequencies per head; 0 for the pairs of an `exact_window` alone.
         head_dim: width of one head's queries and keys.
         coupling: name of a coupling, as of `performer.couplings.get`, or a hashable coupling.
         num_heads: number of heads with independent draws: that of the layer or, for grouped heads,
@@ -106,15 +106,17 @@ class PerformerAttention(nnx.Module):
         features.get(options.get("feature_map", "positive"))
         self.options = tuple((name, _hashable(x)) for name, x in options.items())
         self.coupling, self.redraw_every = coupling, redraw_every
-        self.frequencies = Frequencies(
-            couplings.draw(rngs.frequencies(), coupling, num_features, head_dim, num_heads)
-        )
+        drawn = None
+        if num_features:
+            draw = coupling, num_features, head_dim, num_heads
+            drawn = Frequencies(couplings.draw(rngs.frequencies(), *draw))
+        self.frequencies = nnx.data(drawn)
         names = calibrations.parts(calibration, coupling, self.exact.is_mixed)
         self.method = "+".join(names) or "none"
         self.momentum, self.num_queries = momentum, num_queries
         self.use_running_average, self.split = use_running_average, split
         self.learned, self.statistics = nnx.Dict(), nnx.Dict()
-        if transferred:
+        if transferred and self.frequencies is not None:
             w = self.frequencies[...]
             self.learned["query_frequencies"] = Frequencies(w)
             self.learned["weights"] = Frequencies(jnp.full(w.shape[:-1], 1 / num_features))
@@ -129,7 +131,8 @@ class PerformerAttention(nnx.Module):
         if own:
             own["feature_map"] = LEARNED
         options = {name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options}
-        own |= dict(frequencies=self.frequencies[...], calibration=self.calibration)
+        own["frequencies"] = None if self.frequencies is None else self.frequencies[...]
+        own["calibration"] = self.calibration
         return own | options
 
     @property
@@ -241,7 +244,7 @@ def redraw(key: PRNGKeyArray, model: nnx.Module, step: int | Integer[Array, ""])
     """
     layers = [m for _, m in nnx.iter_modules(model) if isinstance(m, PerformerAttention)]
     for i, layer in enumerate(layers):
-        if layer.redraw_every:
+        if layer.redraw_every and layer.frequencies is not None:
             layer.frequencies[...] = couplings.redraw(
                 jax.random.fold_in(key, i),
                 layer.coupling,

@@ -8,12 +8,14 @@ from flax import nnx
 from jaxtyping import Array
 
 from performer.linearization.function import LINEAR, UNCHOSEN, warn
-from performer.linearization.layers import Layer, Linear, Measured, Options, replacements
+from performer.linearization.layers import Layer, Measured
 from performer.linearization.measure import examples, layer_of, observe, steps_of
 from performer.linearization.places import Named, Unfit
+from performer.linearization.recipes import Options, replacements
 from performer.linearization.report import Report
 from performer.nnx import _hooks as hooks_
 from performer.nnx.layer import PerformerAttention
+from performer.refinement import Linear
 
 Model = TypeVar("Model", bound=nnx.Module)
 Call = Callable[[Any, Any], Any]
@@ -53,16 +55,14 @@ def linearize(
     Args:
         model: any module. It is not changed.
         batches: inputs of the model: arrays, tuples of arguments, or dicts of them by name; with
-            `call`, anything. They are read once, and with `refine_steps` or `tolerance` once more
-            for each layer.
+            `call`, anything. They are read once, and with `refine_steps` once more for each layer.
         where: path -> whether that layer is replaced, as `lambda path: "encoder" in path`; all if
             None. Paths are those of the report, as "blocks.0.attention".
         call: (model, batch) -> output, for a model that is called otherwise.
         measured: result of `measure` on this model, to leave out the first passes.
         options: `coupling`, `num_features`, `calibration`, `refine_steps`, `keep`, `tolerance`,
-            `seed` and exact pairs, as of `performer.linearize`. By default m is twice the head_dim
-            of a layer, which with head_dim 16 kept 97% of the accuracy without a gradient, and 99%
-            refined (docs, "Results").
+            `seed`, `show` and exact pairs, as of `performer.linearize`. Without sizes each layer
+            has the cheapest within the tolerance.
 
     Returns:
         A new model of the same parameters, in evaluation mode, and the report.
@@ -81,6 +81,7 @@ def linearize(
     replaced, report = replacements(
         measured, lambda layer: examples(function, _with(state, batches), layer), chosen
     )
+    report.warn()
     new = evaluated(model)
     found = {hook.path: hook for hook in hooks_.hooks(new)}
     for number, linear in replaced.items():
@@ -138,7 +139,8 @@ def measure(
             left[path] = f"{reason} ({seen.places[own[0][0]].name})"
     idle = left.keys() - {layer.path for layer in layers}
     left |= {path: left[path] or "not called" for path in idle}
-    measured = Measured(layers, {path: reason for path, reason in left.items() if reason})
+    left = {path: reason for path, reason in left.items() if reason}
+    measured = Measured(layers, left, seen.places)
     warn(measured)
     return measured
 
@@ -193,20 +195,21 @@ def _with(state: nnx.State, batches: Iterable[Any]) -> Iterator[tuple[nnx.State,
 
 def _attention(layer: Layer, linear: Linear, options: Options) -> PerformerAttention:
     """Module of a layer's attention, with its frequencies and calibration as state."""
-    heads, m, head_dim = linear.frequencies.shape
-    transferred = linear.weights is not None
+    w, transferred = linear.frequencies, linear.weights is not None
+    calibrated = linear.calibration is not None
     attention = PerformerAttention(
-        m,
-        head_dim,
+        0 if w is None else w.shape[-2],
+        layer.head_dim,
         coupling=options.coupling,
-        num_heads=heads,
-        calibration="none" if transferred else options.calibration,
+        num_heads=layer.held_out.key.shape[2],
+        calibration=options.calibration if calibrated else "none",
         use_running_average=True,
         transferred=transferred,
         **linear.exact.options,
         rngs=nnx.Rngs(frequencies=0),
     )
-    attention.frequencies[...] = linear.frequencies
+    if w is not None:
+        attention.frequencies[...] = w
     for name, x in attention.learned.items():
         x[...] = getattr(linear, name)
     if attention.calibration is not None:

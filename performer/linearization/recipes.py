@@ -1,0 +1,323 @@
+"""How a layer is replaced: numbers of features and exact pairs, calibrated and refined.
+
+A layer has a ladder of recipes, the cheapest first, and gets the first whose attention error on
+held-out examples is within the tolerance. Sizes that the user gives are a ladder of one step; with
+a tolerance they are its top.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from performer import calibration as calibrations
+from performer import couplings
+from performer.analysis import by_cost
+from performer.attention.values import NOT_EXACT, Exact
+from performer.linearization.layers import HeadErrors, Layer, Measured, head_errors, mean
+from performer.linearization.report import Report
+from performer.refinement import (
+    START,
+    Far,
+    Linear,
+    Sample,
+    calibrated_far,
+    learned_estimate,
+    positive_estimate,
+    refine_far,
+    softmax_attention,
+    traced,
+    transfer,
+)
+from performer.typing import Coupling
+
+TOLERANCE, REFINED = 0.1, 0.05
+"""Largest attention error of a layer without and with refinement, if the user gives none."""
+EXACT_KEYS, WINDOWS = (0, 16, 32, 64), (16, 32, 64)
+"""Exact keys to try in layers without positions, windows to try in causal ones."""
+REACH = 4
+"""Refinement is tried where the error is at most so many times the tolerance: it divides errors by
+3 to 5 (docs, "Results")."""
+
+ENOUGH = 8
+"""Held-out examples with which their error is compared with that of others."""
+REQUIRES = dict.fromkeys(("exact_window", "exact_first"), "it requires as many queries as keys")
+REQUIRES |= dict.fromkeys(
+    ("exact_keys", "exact_rows"), "it requires attention without causality, segments and ALiBi"
+)
+
+
+class Recipe(NamedTuple):
+    """Sizes of the attention that replaces a layer."""
+
+    num_features: int
+    """0 for the exact pairs alone."""
+    exact: Exact = NOT_EXACT
+
+    def cost(self, is_causal: bool) -> int:
+        """Return the operations of a query in exact keys; a feature costs as much as two."""
+        window, first, keys, rows = self.exact
+        chunks = 2 if is_causal else 3
+        return 2 * self.num_features + chunks * window + first + keys + rows
+
+    def __str__(self) -> str:
+        """The sizes that are not 0, for example m = 32, exact_keys=16."""
+        return ", ".join(filter(None, (f"m = {self.num_features}", str(self.exact))))
+
+
+@dataclass(frozen=True)
+class Options:
+    """Attention that replaces softmax, by the keywords of `performer.linearize`."""
+
+    coupling: str | Coupling = couplings.DEFAULT
+    num_features: int | None = None
+    calibration: str = "full"
+    refine_steps: int = 0
+    keep: int = 0
+    tolerance: float | None = None
+    seed: int = 0
+    exact: Exact | None = None
+    """None if no number of exact pairs is given."""
+    show: Callable[[str], Any] | None = None
+
+    @property
+    def sized(self) -> bool:
+        """True if the user gives sizes."""
+        return self.num_features is not None or self.exact is not None
+
+    @property
+    def limit(self) -> float:
+        """Largest attention error of a layer that is replaced."""
+        if self.tolerance is None and not self.sized:
+            return REFINED if self.refine_steps else TOLERANCE
+        return math.inf if self.tolerance is None else self.tolerance
+
+    def recipes(self, layer: Layer) -> list[Recipe]:
+        """Return the recipes to try for a layer, the cheapest first."""
+        h, (t, s), exact = layer.head_dim, layer.lengths, layer.supported(self.exact or NOT_EXACT)
+        most = 2 * h if self.num_features is None else self.num_features
+        if self.sized and self.tolerance is None:
+            return [Recipe(most, exact)]
+        if self.sized:
+            even = [most] + [most >> i for i in (1, 2, 3) if most % 2 ** (i + 1) == 0]
+            return [Recipe(m, exact._replace(keys=f)) for m, f in by_cost(even, exact.keys)]
+        numbers = [m for m in (h // 4, h // 2, h, 2 * h, 4 * h) if m % 2 == 0 and m >= min(h, 8)]
+        if layer.supported(Exact(keys=1)).keys:
+            pairs = [Exact(keys=f) for f in EXACT_KEYS if f < s]
+        else:
+            windows = [w for w in WINDOWS if layer.supported(Exact(w)).window and 2 * w < t]
+            pairs = [NOT_EXACT, *(Exact(w, first=1) for w in windows)]
+        ladder = [Recipe(m, x) for m, x in product([0, *numbers], pairs) if m or x.window]
+        return sorted(ladder, key=lambda recipe: recipe.cost(layer.is_causal))
+
+    @classmethod
+    def of(cls, batches: Any, **keywords: Any) -> "Options":
+        """Check the keywords, and the batches.
+
+        Raises:
+            ValueError: for invalid ones.
+        """
+        names = [f"exact_{name}" for name in Exact._fields]
+        given = [keywords.pop(name, None) for name in names]
+        exact = Exact(*(number or 0 for number in given))
+        own = cls(**keywords, exact=None if given == [None] * len(given) else exact)
+        calibrations.parts(own.calibration, own.coupling)
+        counts: dict[str, int] = dict(refine_steps=own.refine_steps, keep=own.keep)
+        counts |= exact.options | dict(num_features=own.num_features or 0)
+        for name, count in counts.items():
+            if count < 0:
+                raise ValueError(f"{name} must not be negative, got {count}")
+        if own.tolerance is not None and not own.tolerance > 0:
+            raise ValueError(f"tolerance must be positive, such as 0.1, got {own.tolerance}")
+        if exact.first and not exact.window:
+            raise ValueError(f"exact_first={exact.first} requires exact_window > 0")
+        if own.num_features == 0 and not exact.window:
+            raise ValueError("num_features=0 attends to a window alone: give an exact_window, too")
+        if hasattr(batches, "shape"):
+            raise ValueError(
+                "batches must be a list of batches, and this is one array of shape"
+                f" {batches.shape}: pass [x]"
+            )
+        if own.refine_steps and iter(batches) is batches:
+            raise ValueError(
+                "refine_steps reads the batches once for each layer, and these can be read only"
+                " once: pass a list of them"
+            )
+        return own
+
+
+class Drawn(NamedTuple):
+    """Attention in the place of a layer."""
+
+    recipe: Recipe
+    ways: list[Linear]
+    """One, or with a window that is refined two: frequencies moved, or all parameters of `Far`."""
+    error: float
+    """The smallest attention error on held-out examples, mean over heads."""
+    first_row: float = 0.0
+    """The error of the first query's row."""
+
+
+Examples = Callable[[Layer], Sample]
+"""Queries and keys of a layer in all batches, without those held out."""
+
+
+def replacements(
+    measured: Measured, examples: Examples, options: Options
+) -> tuple[dict[int, Linear], Report]:
+    """Attention of the layers that do not stay exact, by number, and the report of all."""
+    layers, show = measured.layers, options.show or _print
+    keys = jax.random.split(jax.random.key(options.seed), len(layers))
+    drawn: dict[int, Drawn] = {}
+    for place in dict.fromkeys(layer.place for layer in layers):
+        numbers = [i for i, layer in enumerate(layers) if layer.place == place]
+        chosen = _of_place([(keys[i], layers[i]) for i in numbers], examples, options, show)
+        drawn |= dict(zip(numbers, chosen, strict=True))
+    # One way for all layers: that with the lower error.
+    errors = {
+        i: [head_errors(layers[i].held_out, way, layers[i].is_causal) for way in x.ways]
+        for i, x in sorted(drawn.items())
+    }
+    way = -1 if sum(mean(x[0]) - mean(x[-1]) for x in errors.values()) > 0 else 0
+    attention = {i: (drawn[i].ways[way], x[way]) for i, x in errors.items()}
+    largest: dict[int, float] = {}  # error of a layer of each place
+    for i, (_, numbers) in attention.items():
+        largest[layers[i].place] = max(mean(numbers), largest.get(layers[i].place, 0.0))
+    ordered = sorted(largest, key=lambda x: -largest[x])
+    kept = [x for i, x in enumerate(ordered) if i < options.keep or largest[x] > options.limit]
+    new = {i: x for i, (x, _) in attention.items() if layers[i].place not in kept}
+    rows, remarks = [], []
+    for i, (linear, numbers) in attention.items():
+        layer, recipe = layers[i], drawn[i].recipe
+        row = {"path": layer.path, "layer": i, "head": 0}
+        row |= {"attention": "linear" if i in new else "exact", "m": recipe.num_features}
+        window, first, *others = recipe.exact
+        row |= {"window": window, "first": first}
+        row |= dict(zip(("exact keys", "exact rows"), others, strict=True))
+        cost, keys = recipe.cost(layer.is_causal), layer.lengths[1]
+        row |= {"cost": cost if i in new else keys, "keys": keys}
+        for head, values in enumerate(zip(*(x.tolist() for x in numbers.values()), strict=True)):
+            rows.append(row | {"head": head} | dict(zip(numbers, values, strict=True)))
+        remarks += _remarks(layer, linear, numbers, options, i in new)
+    return new, Report(rows, measured.left, tuple(remarks), options.limit)
+
+
+def _of_place(
+    own: Sequence[tuple[PRNGKeyArray, Layer]],
+    examples: Examples,
+    options: Options,
+    show: Callable[[str], Any],
+) -> list[Drawn]:
+    """The layers of a place by the cheapest recipe within the limit, else by the best one.
+
+    The first query is exact where its row is not within the limit, as a class token's often is.
+    """
+    sample, best, least = cache(lambda i: examples(own[i][1])), [], math.inf
+    for recipe in options.recipes(own[0][1]):
+        drawn = [_calibrated(key, layer, recipe, options) for key, layer in own]
+        if not options.sized and any(x.first_row > options.limit for x in drawn):
+            recipe = Recipe(recipe.num_features, own[0][1].supported(recipe.exact._replace(rows=1)))
+            drawn = [_calibrated(key, layer, recipe, options) for key, layer in own]
+        worst = before = max(x.error for x in drawn)
+        if options.refine_steps and recipe.num_features and worst <= REACH * options.limit:
+            drawn = [_refined(x, own[i][1], sample(i), options) for i, x in enumerate(drawn)]
+            worst = max(x.error for x in drawn)
+            show(f"{own[0][1].path}: {recipe}: error {before:.3g}, refined {worst:.3g}")
+        if not best or worst < least:
+            best, least = drawn, worst
+        if worst <= options.limit:
+            break
+    return best
+
+
+def _calibrated(key: PRNGKeyArray, layer: Layer, recipe: Recipe, options: Options) -> Drawn:
+    """Frequencies of the coupling, calibrated to the moments."""
+    (m, exact), fitted, w = recipe, None, None
+    if m:
+        w = couplings.draw(key, options.coupling, m, *layer.held_out.key.shape[:-3:-1])
+        if calibrations.parts(options.calibration):
+            moments = layer.moments.astype(jnp.float32)
+            given = options.calibration, options.coupling, exact.is_mixed
+            fitted = calibrations.fit(moments, *given)
+    fixed = fitted, traced(exact)
+    errors = _errors(positive_estimate, w, fixed, layer.held_out, layer.is_causal)
+    return Drawn(recipe, [Linear(w, fitted, exact=exact)], *map(float, errors))
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def _errors(
+    estimate: Callable[..., Array], parameters: Any, fixed: Any, sample: Sample, is_causal: bool
+) -> tuple[Array, Array]:
+    """The attention error, mean over heads, and that of the first row."""
+
+    def sums(example):
+        one = jax.tree.map(lambda x: x[None], example)
+        exact, pairs = softmax_attention(one, is_causal), one.pairs(is_causal)
+        change = jnp.where(pairs, estimate(parameters, fixed, one, is_causal) - exact, 0)
+        rows = jnp.sum(jnp.stack([change, exact]) ** 2, axis=(1, 4))  # (2, n, t)
+        return jnp.sum(rows, axis=2), rows[..., 0]
+
+    whole, first = (jnp.sum(x, axis=0) for x in jax.lax.map(sums, sample))
+    return jnp.mean(whole[0] / whole[1]), jnp.mean(first[0] / jnp.maximum(first[1], 1e-30))
+
+
+def _refined(drawn: Drawn, layer: Layer, sample: Sample, options: Options) -> Drawn:
+    """Parameters moved towards softmax attention on all examples of the layer."""
+    (linear,), exact, is_causal = drawn.ways, drawn.recipe.exact, layer.is_causal
+    w, fixed = linear.frequencies, (linear.calibration, traced(exact))
+    how: Any = dict(steps=options.refine_steps, is_causal=is_causal)
+    moved = transfer(positive_estimate, w, fixed, sample, **how)
+    ways = [replace(linear, frequencies=moved)]
+    errors = [_errors(positive_estimate, moved, fixed, layer.held_out, is_causal)[0]]
+    if exact.window:
+        kind: Any = dict(method=options.calibration, coupling=options.coupling)
+        start, fitted = calibrated_far(w, exact, sample, is_causal=is_causal, **kind)
+        far = refine_far(Far.of(START * start.of_key), fitted, exact, sample, **how)
+        ways.append(Linear(far.of_key, None, far.of_query, far.weights, exact))
+        errors.append(
+            _errors(learned_estimate, far, (None, traced(exact)), layer.held_out, is_causal)[0]
+        )
+    return Drawn(drawn.recipe, ways, min(map(float, errors)))
+
+
+def _remarks(
+    layer: Layer, linear: Linear, errors: HeadErrors, options: Options, is_new: bool
+) -> list[str]:
+    """Return what the user should know about a layer."""
+    found, error, exact = [], mean(errors), linear.exact
+    if not is_new and error > options.limit:
+        found.append(f"stays exact: its error is {error:.2g}, the tolerance {options.limit:g}")
+    for name, number in (options.exact or NOT_EXACT).options.items():
+        if number and not exact.options[name] and options.tolerance is None:
+            found.append(f"has no {name}={number}: {REQUIRES[name]}")
+    if (
+        is_new
+        and layer.is_causal
+        and not exact.window
+        and error > mean(errors, "uniform attention")
+    ):
+        found.append(
+            f"is worse than uniform attention ({error:.2g}): causal layers need a window, for"
+            " example exact_window=32, exact_first=1"
+        )
+    if is_new and len(layer.held_out.query) >= ENOUGH:
+        seen = mean(head_errors(layer.fitted, linear, layer.is_causal))
+        if error - seen > max(3 * mean(errors, "standard error"), 0.01):
+            found.append(
+                f"has the error {error:.2g} on held-out examples and {seen:.2g} on those fitted:"
+                " give more batches, or fewer refine_steps"
+            )
+    return [f"{layer.path} {text}" for text in found]
+
+
+def _print(line: str) -> None:
+    """Progress, on a terminal alone."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr)
