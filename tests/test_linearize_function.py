@@ -244,7 +244,9 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
     assert jnp.min(jnp.max(jnp.abs(drawn[:2] - drawn[1:]), axis=(1, 2, 3))) > 0.1
     assert [name[-3:] for name in rows_of(report)] == ["[0]", "[1]", "[2]"]
     p = batches[0][0]
-    q, k, _ = zoo.project(jax.tree.map(lambda y: y[0], p), jnp.concatenate([b[1][:1] for b in batches]))
+    q, k, _ = zoo.project(
+        jax.tree.map(lambda y: y[0], p), jnp.concatenate([b[1][:1] for b in batches])
+    )
     moments = calibration.pair_moments(q, k, is_causal=True)
     fitted = calibration.fit(moments, "full", couplings.DEFAULT)
     first = jax.tree.map(lambda y: y[:1], new.args[0])
@@ -290,8 +292,12 @@ def test_a_tolerance_chooses_the_cheapest_sizes_of_each_place():
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:linearize")
 def test_refining_lowers_the_errors_of_the_report():
-    function, batches = zoo.plain()
+    function, ((parameters, x), *_) = zoo.plain()
+    keys = jax.random.split(jax.random.key(5), 16)
+    tokens = jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(keys)
+    batches = [(parameters, tokens * jnp.linspace(3, 0.2, x.shape[-1]))]
     plain, refined = (
         performer.linearize(function, batches, num_features=4, refine_steps=n)[1] for n in (0, 40)
     )

@@ -18,6 +18,7 @@ from performer.refinement import (
     divergence,
     learned_estimate,
     performer_estimate,
+    positive_estimate,
     refine_far,
     softmax_attention,
     squared,
@@ -79,7 +80,8 @@ def test_refining_lowers_the_error():
     fitted = calibration.calibrate(*seen[:2])
     frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
     attention = Linear(frequencies, fitted)
-    refined = transfer(performer_estimate, frequencies, attention, seen, steps=100)
+    fixed = fitted, Exact()
+    refined = transfer(positive_estimate, frequencies, fixed, seen, steps=100)
 
     def error(frequencies):
         estimate = performer_estimate(frequencies, attention, unseen)
@@ -92,7 +94,7 @@ def test_what_gets_worse_where_it_is_held_out_is_not_kept():
     """At a rate at which everything gets worse, all stays as it was, bit for bit."""
     frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
     options = dict(steps=40, rate=1e3)
-    refined = transfer(performer_estimate, frequencies, Linear(frequencies), sample(16), **options)
+    refined = transfer(positive_estimate, frequencies, (None, Exact()), sample(16), **options)
     np.testing.assert_array_equal(refined, frequencies)
 
 
@@ -150,6 +152,37 @@ def test_the_operator_makes_the_same_rows(window, method):
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
+PACKED = jnp.array([[5, 5, 1, 1, 1, 5, 1, 1, 5]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("exact", "is_causal", "segments"),
+    tiers(
+        [
+            (Exact(keys=2, rows=1), False, None),
+            (Exact(window=2, first=1), True, PACKED),
+            (Exact(), True, None),
+            (Exact(window=2, first=1, keys=2), False, None),
+            (Exact(window=2), False, PACKED),
+        ],
+        2,
+    ),
+)
+@pytest.mark.parametrize("method", tiers(["full", "none", "shift+scale", "proposal"], 1))
+def test_the_matrix_of_positive_features_is_the_operators(exact, is_causal, segments, method):
+    """With grouped heads, padding, and segments whose lengths the window does not divide."""
+    query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
+    of, fitted = sample(2, is_padded=True)._replace(query=query, segments=segments), None
+    frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
+    if method != "none":
+        given = dict(method=method, is_causal=is_causal, beside_exact=any(exact))
+        fitted = calibration.calibrate(of.query, of.key, **given)
+    want = performer_estimate(frequencies, Linear(frequencies, fitted, exact=exact), of, is_causal)
+    got = positive_estimate(frequencies, (fitted, exact), of, is_causal)
+    pairs = of.pairs(is_causal)
+    np.testing.assert_allclose(jnp.where(pairs, got, 0), jnp.where(pairs, want, 0), atol=3e-6)
+
+
 def test_refining_what_is_far():
     """Better than the window alone where it was not trained; the window where nothing is."""
     seen, unseen, window = sample(64), sample(16, seed=2), Exact(1)
@@ -186,8 +219,8 @@ def test_a_calibration_absorbed_by_the_features():
 
 
 def test_near_pairs_of_packed_sequences():
-    """Tokens are counted in their own sequence, wherever its tokens are."""
-    segments = jnp.array([[3, 3, 1, 1, 3, 1, 1, 3, 3]])
+    """They form chunks one after another, wherever their tokens are."""
+    segments = jnp.array([[3, 3, 1, 1, 3, 1, 3, 3, 3]])
     of = sample(1)._replace(segments=segments)
     window = Exact(2, 1)
     got = ESTIMATE(FAR._replace(weight=jnp.full(2, -jnp.inf)), (None, window), of)

@@ -1,10 +1,13 @@
 """Replace the attention of a trained softmax model by a Performer's, without retraining.
 
+    python -m vit.convert --workdir=runs/softmax --out=runs/converted
     python -m vit.convert --workdir=runs/softmax --coupling=pm-antithetic,orf --calibration=full \\
-        --num_features=32,64,128 --refine_steps=100 --out=runs/converted
+        --num_features=32,64,128 --refine_steps=100 --out=runs/compared
 
 Queries and keys of a few hundred training images calibrate the estimate (`performer.calibration`);
-parameters stay as they are. The folder `--out` then holds
+parameters stay as they are. Without sizes each layer gets the cheapest numbers of features, exact
+keys and exact rows with which its attention is accurate (`performer.linearize`). With
+--num_features these sizes are compared. The folder `--out` then holds
 
     conversion.csv, .md         accuracy and attention error against m for every coupling, with and
                                 without calibration, over several draws of the frequencies, beside
@@ -24,8 +27,8 @@ features of far keys are learned, too, and the way with the lower error on held-
 patches are in the order of a Z-order curve: a square of 16 and both neighbours are exact for each
 other, and class token and registers for all. The window alone is a row of the table. With
 --exact_keys=16 --exact_rows=1 the 16 keys with the largest weights are exact for all queries, and
-all keys for the class token. With --tolerance=0.1 these numbers, and those of features, are limits:
-each layer has the cheapest that have this attention error on the training images, or stays exact.
+all keys for the class token. --tolerance=0.1 is the largest attention error of a layer, which else
+stays exact; numbers that are given are then limits.
 
 A run of another task is converted by the command of its task. Its loss is reported if it has no
 accuracy, and with it the task's measures loss_..., such as that of the second half of a text.
@@ -87,7 +90,7 @@ def compare(
     examples = runs.evaluation_examples(run.dataset, run.config, conversion.ERROR_EXAMPLES)
     held_out = conversion.samples(run.task, model, [examples])
 
-    def record(coupling: str, method: str, window: int, m: int, *models: Model) -> metrics.Record:
+    def record(coupling: str, method: str, window: int, m: int | str, *models: Model) -> metrics.Record:
         measured = [
             evaluate_model(run.task, new, data.eval_batches(run.dataset, run.config.data))
             for new in models
@@ -125,7 +128,8 @@ def compare(
         own = case.attention
         method = own.calibration + ", refined" * (case.refine_steps > 0)
         models = [replaced(case._replace(seed=draw)).model for draw in range(draws)]
-        yield record(own.coupling, method, own.exact_window, own.num_features, *models)
+        m = own.num_features if case.is_sized else "by layer"
+        yield record(own.coupling, method, own.exact_window, m, *models)
 
 
 def convert(
@@ -134,7 +138,7 @@ def convert(
     *,
     coupling: Sequence[str] = (couplings.DEFAULT,),
     calibration: str = "full",
-    num_features: Sequence[int] = (32, 64, 128),
+    num_features: Sequence[int] = (),
     refine_steps: int = 0,
     keep: int = 0,
     exact_window: Sequence[int] = (0,),
@@ -155,8 +159,9 @@ def convert(
         coupling: couplings to compare (`performer.couplings.names()`); the first is that of the
             converted run.
         calibration: shift, shift+scale or full (`performer.calibration`); "none" is always
-            compared, too.
-        num_features: numbers of features m; the largest is that of the converted run.
+            compared also if sizes are given.
+        num_features: numbers of features m to compare; the largest is that of the converted run.
+            None are given: each layer has sizes of its own.
         refine_steps: steps of refinement after the calibration; if not 0, refined frequencies are a
             further row, and the converted run has them.
         keep: number of layers that stay exact, those with the largest attention errors.
@@ -164,9 +169,9 @@ def convert(
             the largest is that of the converted run.
         exact_keys: keys of a head that are exact, those with the largest weights, in all cases.
         exact_rows: first tokens whose attention is exact, in all cases: 1 for a class token.
-        tolerance: largest attention error of a layer on the training examples. `num_features` and
-            `exact_keys` are then limits, and the config of the converted run has the numbers of
-            each block; those that do not reach it stay exact.
+        tolerance: largest attention error of a layer on held-out training examples; layers that do
+            not reach it stay exact. `num_features` and `exact_keys`, if given, are then limits. The
+            config of the converted run has the numbers of each block.
         draws: draws of the frequencies, for each coupling, calibration, window and m.
         images: training examples for the calibration.
         eval_images: evaluation examples; 0 for all.
@@ -191,16 +196,21 @@ def convert(
             f"images={images} and draws={draws} must be positive, refine_steps={refine_steps},"
             f" eval_images={eval_images} and keep={keep} not negative"
         )
-    if not (coupling and num_features and exact_window):
-        raise ValueError("give at least one coupling, one number of features and one window (or 0)")
-    methods = dict.fromkeys([("none", 0), (calibration, 0), (calibration, refine_steps)])
+    if not (coupling and exact_window):
+        raise ValueError("give at least one coupling and one window (or 0)")
+    if not num_features and (exact_keys or exact_rows or any(exact_window)):
+        raise ValueError("exact keys, rows and windows are sizes: give num_features also")
+    methods = [(calibration, 0), (calibration, refine_steps)]
+    methods = dict.fromkeys([("none", 0), *methods] if num_features else methods)
 
-    def case(name: str, method: tuple[str, int], window: int, m: int) -> Case:
+    def case(name: str, method: tuple[str, int], window: int, m: int | None) -> Case:
         exact: Any = dict(exact_window=window, exact_keys=exact_keys, exact_rows=exact_rows)
-        calibrated = configs.Attention("performer", name, m, calibration=method[0], **exact)
-        return Case(calibrated, method[1], keep, tolerance=tolerance)
+        calibrated = configs.Attention("performer", name, calibration=method[0], **exact)
+        if m is not None:
+            calibrated.num_features = m
+        return Case(calibrated, method[1], keep, tolerance=tolerance, is_sized=m is not None)
 
-    product = itertools.product(coupling, methods, exact_window, num_features)
+    product = itertools.product(coupling, methods, exact_window, num_features or (None,))
     cases = list(itertools.starmap(case, product))
     for each in cases:
         configs.validate(dataclasses.replace(config, attention=each.attention))
@@ -209,26 +219,28 @@ def convert(
     run = runs.restore(workdir).with_window(max(exact_window))
     if run.task.replacement and (exact_keys or exact_rows or tolerance):
         names = "exact_keys, exact_rows and tolerance"
-        raise ValueError(f"{names} do not go with a run of {run.task.name}")
+        raise ValueError(f"{names} cannot be combined with a run of {run.task.name}")
+    if run.task.replacement and not num_features:
+        raise ValueError(f"a run of {run.task.name} requires num_features")
     model = run.model()
     batches = list(runs.training_examples(run, images))
     replacement = run.task.replacement or conversion.linearized
     replaced = replacement(run.task, run.config, model, batches)
     best = (calibration, refine_steps)
-    chosen = case(coupling[0], best, max(exact_window), max(num_features))
+    chosen = case(coupling[0], best, max(exact_window), max(num_features, default=None))
     converted = replaced(chosen)
     layers = zip(*map(run.task.layers, (model, converted.model)), strict=True)
     exact = [str(i) for i, pair in enumerate(layers) if conversion.is_same(*pair)]
     own = dataclasses.replace(chosen.attention, exact_layers=",".join(exact))
-    if tolerance is not None:
+    if tolerance is not None or not chosen.is_sized:
         functions = [layer.attention_fn for layer in run.task.layers(converted.model)]
         sizes = [
-            (f.frequencies.shape[-2], f.exact.keys)
-            if isinstance(f, PerformerAttention)
-            else (own.num_features, own.exact_keys)
+            (f.frequencies.shape[-2], f.exact.keys, f.exact.rows)
+            if isinstance(f, PerformerAttention) and f.frequencies is not None
+            else (own.num_features, own.exact_keys, own.exact_rows)
             for f in functions
         ]
-        own.sizes = ",".join(f"{m}+{keys}" for m, keys in sizes)
+        own.sizes = ",".join("+".join(map(str, entry)) for entry in sizes)
     if converted.transferred:  # learned features have no calibration
         own = dataclasses.replace(own, calibration="none", transferred=True)
     new_config = dataclasses.replace(config, attention=own, num_epochs=num_epochs)
@@ -277,7 +289,7 @@ def main(workdir: Path, out: Path | None, images: int, **options: Any) -> None:
     own = configs.of_run(out).attention
     if own.sizes:
         exact = own.exact_layers or "none"
-        print(f"features and exact keys of the blocks: {own.sizes}; exact blocks: {exact}")
+        print(f"features, exact keys and rows of the blocks: {own.sizes}; exact blocks: {exact}")
     print(f"The report and the converted run are in {out}.")
     print(f"next: {command('train', workdir=out)}")
 

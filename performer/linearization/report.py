@@ -48,9 +48,9 @@ class Report:
         if not self.linear:
             return "no layer was replaced: the function is the one that was given"
         error = float(np.mean([row["attention error"] for row in self.linear]))
-        expected = next(text for limit, text in LOSSES if not error > limit)
+        expected = next((text for limit, text in LOSSES if error <= limit), LOSSES[-1][1])
         text = f"mean error {error:.2g}: expect to lose {expected} of a classifier's accuracy"
-        if error > LOSSES[0][0]:
+        if not error <= LOSSES[0][0]:
             text += "; refine (refine_steps=300), add exact keys, or leave out the sizes"
         costs = {row["path"]: (row["cost"], row["keys"]) for row in self.linear}
         slow = [path for path, (cost, keys) in costs.items() if cost >= keys]

@@ -200,10 +200,10 @@ class Attention:
     exact_rows: int = _count(0, "First tokens whose attention is exact: 1 for a class token.")
     sizes: str = _field(
         "",
-        """Features and exact keys of each block, as "64+16,128+0", where they differ from
-        `num_features` and `exact_keys`: `vit.convert --tolerance` sets it.""",
-        'features and exact keys of blocks, as "64+16,128+0", or nothing',
-        holds=lambda text: re.fullmatch(r"([1-9]\d*\+\d+(,(?!$)|$))*", text) is not None,
+        """Features, exact keys and exact rows of each block, for example "64+16+1,128+0+0", where
+        they differ from `num_features`, `exact_keys` and `exact_rows`: `vit.convert` sets it.""",
+        'features, exact keys and exact rows of blocks, for example "64+16+1,128+0+0", or nothing',
+        holds=lambda text: re.fullmatch(r"([1-9]\d*(\+\d+){1,2}(,(?!$)|$))*", text) is not None,
     )
     transferred: bool = _field(
         False, "Features learned beside a window by attention transfer: `vit.convert` sets it."
@@ -483,17 +483,19 @@ def exact(config: Config) -> Exact:
 
 
 def block_sizes(config: Config) -> list[tuple[int, ...]]:
-    """Return the numbers of features and of exact keys of each block."""
+    """Return the numbers of features, exact keys and exact rows of each block."""
     own = config.attention
     if not own.sizes:
-        return [(own.num_features, own.exact_keys)] * config.model.size.depth
-    return [tuple(map(int, entry.split("+"))) for entry in own.sizes.split(",")]
+        return [(own.num_features, own.exact_keys, own.exact_rows)] * config.model.size.depth
+    entries = [tuple(map(int, entry.split("+"))) for entry in own.sizes.split(",")]
+    return [(*entry, own.exact_rows)[:3] for entry in entries]
 
 
 def of_block(config: Config, block: int) -> Config:
     """Return the config with the attention of this block: softmax if exact, or its own sizes."""
-    m, keys = block_sizes(config)[block]
-    own = dataclasses.replace(config.attention, num_features=m, exact_keys=keys)
+    m, keys, rows = block_sizes(config)[block]
+    sizes: Any = dict(num_features=m, exact_keys=keys, exact_rows=rows)
+    own = dataclasses.replace(config.attention, **sizes)
     if block in exact_layers(own.exact_layers):
         own.kind = "softmax"
     return dataclasses.replace(config, attention=own)

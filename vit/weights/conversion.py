@@ -38,6 +38,8 @@ class Case(NamedTuple):
     seed: int = 0
     tolerance: float | None = None
     """Largest error of a layer, for which numbers of features and exact keys are limits."""
+    is_sized: bool = True
+    """False if `linearize` chooses the sizes of each layer."""
 
 
 class Replaced(NamedTuple):
@@ -81,12 +83,11 @@ def uniform_so_far(query: Array, key: Array, value: Array) -> Array:
 
 @cache  # the same function for the same window is the same program
 def window_alone(exact: Exact) -> Callable[..., Array]:
-    """Return softmax over the exact keys: one feature, of weight 0, for all others."""
+    """Return softmax over the exact keys of a window."""
 
     def attend(query: Array, key: Array, value: Array) -> Any:
-        frequencies, weights = jnp.zeros((1, query.shape[-1])), jnp.zeros(1)
         options: Any = exact.options
-        return performer_attention(query, key, value, frequencies, weights=weights, **options)
+        return performer_attention(query, key, value, None, **options)
 
     return attend
 
@@ -118,16 +119,16 @@ def linearized(
         if not own.num_features:
             alone = [Function(window_alone(exact)) for _ in task.layers(model)]
             return Replaced(exchanged(task, model, alone))
+        sizes = exact.options | {"num_features": own.num_features} if case.is_sized else {}
         new, heads = linearize(
             model,
             batches,
             coupling=own.coupling,
-            num_features=own.num_features,
             calibration=own.calibration,
             refine_steps=case.refine_steps,
             keep=case.keep,
             tolerance=case.tolerance,
-            **exact.options,
+            **sizes,
             call=task.count,
             measured=measured,
             seed=case.seed,

@@ -1,0 +1,142 @@
+"""`performer.linearize` without sizes: the cheapest recipe that holds, and its warnings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import performer
+from performer.linearization.recipes import TOLERANCE, Options
+from performer.linearization.report import Report
+
+B, T, H = 16, 48, 8
+
+
+def attend(x, is_causal=False):
+    scores = jnp.einsum("bqh,bkh->bqk", x, x) / H**0.5
+    scores = jnp.where(jnp.tri(T, dtype=bool), scores, -1e9) if is_causal else scores
+    return jnp.einsum("bqk,bkh->bqh", jax.nn.softmax(scores), x)
+
+
+def tokens(seed=0, size=1.0):
+    return size * jax.random.normal(jax.random.key(seed), (B, T, H))
+
+
+def chosen(report):
+    """(m, window, exact keys, exact rows) of each layer, and whether it is linear."""
+    names = ("m", "window", "exact keys", "exact rows", "attention")
+    return [tuple(row[name] for name in names) for row in report.rows]
+
+
+@pytest.mark.parametrize(
+    ("size", "is_causal", "tolerance"),
+    [(0.6, False, TOLERANCE), (0.7, False, 0.2), (1.4, True, TOLERANCE)],
+)
+def test_the_first_recipe_within_the_tolerance_is_taken(size, is_causal, tolerance):
+    """In the order of its cost: the cheaper ones with the same arguments are not within it."""
+    function, x = (lambda x: attend(x, is_causal)), tokens(size=size)
+    measured = performer.measure(function, [(x,)])
+    given = {} if tolerance == TOLERANCE else {"tolerance": tolerance}
+    _, report = performer.linearize(function, [], measured=measured, **given)
+    ((*sizes, kind),) = chosen(report)
+    ladder = Options().recipes(measured.layers[0])
+    costs = [recipe.cost(is_causal) for recipe in ladder]
+    assert costs == sorted(costs)
+    assert kind == "linear"
+    for recipe in ladder:
+        window, first, keys, _ = recipe.exact
+        pinned = dict(exact_window=window, exact_first=first, exact_keys=keys)
+        pinned |= dict(exact_rows=sizes[3], num_features=recipe.num_features)
+        _, one = performer.linearize(function, [], measured=measured, **pinned)
+        (error,) = one.layer_errors().values()
+        if [recipe.num_features, window, keys] == sizes[:3]:
+            break
+        assert error > tolerance
+    assert error == pytest.approx(*report.layer_errors().values())
+    assert error <= tolerance
+    assert np.log2(report.rows[0]["cost"] / costs[0]) > (0.5 if size > 0.6 else -1)
+
+
+def test_a_first_query_that_differs_is_exact():
+    x = tokens(size=0.5)
+    far = x.at[:, 0].multiply(16)  # its row has one or two large entries
+    for inputs, rows in ((x, 0), (far, 1)):
+        new, report = performer.linearize(attend, [(inputs,)])
+        assert chosen(report)[0][3] == rows
+    want = attend(far)[:, 0]
+    np.testing.assert_allclose(jax.jit(new)(far)[:, 0], want, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:linearize")
+def test_refined_it_is_cheaper_or_better():
+    x = jnp.concatenate([tokens(i, 1.2) * jnp.linspace(1.6, 0.2, H) for i in range(4)])
+    measured = performer.measure(attend, [(x,)])
+    lines = []
+    reports = [
+        performer.linearize(
+            attend, [(x,)], measured=measured, refine_steps=steps, show=lines.append
+        )[1]
+        for steps in (0, 100)
+    ]
+    (before,), (after,) = (x.layer_errors().values() for x in reports)
+    assert after < 0.6 * before
+    assert reports[1].rows[0]["cost"] <= reports[0].rows[0]["cost"]
+    assert all("refined" in line for line in lines)
+    assert lines
+
+
+def test_a_window_alone():
+    """Softmax over the chunk of each query and the one before; a report of m = 0."""
+    function, x = (lambda x: attend(x, is_causal=True)), tokens()
+    new, report = performer.linearize(function, [(x,)], num_features=0, exact_window=4)
+    scores = jnp.einsum("bqh,bkh->bqk", x, x) / H**0.5
+    chunk, place = jnp.arange(T) // 4, jnp.arange(T)
+    near = (chunk[:, None] - chunk <= 1) & (place <= place[:, None])
+    want = jax.nn.softmax(jnp.where(near, scores, -jnp.inf)) @ x
+    np.testing.assert_allclose(jax.jit(new)(x), want, atol=1e-5)
+    assert chosen(report) == [(0, 4, 0, 0, "linear")]
+    row = report.rows[0]
+    assert row["attention error"] == pytest.approx(row["exact pairs alone"], rel=1e-4)
+    with pytest.raises(ValueError, match="num_features=0 attends to a window alone"):
+        performer.linearize(function, [(x,)], num_features=0)
+
+
+def test_what_no_recipe_serves_stays_exact_with_a_warning():
+    x = tokens(size=6.0)
+    with pytest.warns(UserWarning, match=r"stays exact: its error is .*, the tolerance 1e-06"):
+        new, report = performer.linearize(attend, [(x,)], tolerance=1e-6)
+    np.testing.assert_array_equal(new(x), attend(x))
+    assert "no layer was replaced" in report.verdict()
+    assert not report.worst()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exact_keys": 4}, "has no exact_keys=4: it requires attention without causality"),
+        ({"num_features": 4}, "worse than uniform attention .* need a window, for example"),
+    ],
+)
+def test_a_causal_layer_is_warned_of(options, message):
+    with pytest.warns(UserWarning, match=message):
+        performer.linearize(lambda x: attend(x, True), [(tokens(size=3.0),)], **options)
+
+
+def test_examples_that_were_fitted_too_well():
+    """One example of eight is held out of eight batches; the others are the same one."""
+    same, others = tokens(1, 2.0)[:1], tokens(2, 2.0)
+    batches = [(jnp.concatenate([*[same] * 4, others[i : i + 1], *[same] * 3]),) for i in range(8)]
+    options = dict(num_features=16, refine_steps=100)
+    with pytest.warns(UserWarning, match="on held-out examples and .* on those fitted"):
+        performer.linearize(attend, batches, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(0.05, "little"), (0.2, "some"), (0.48, "much"), (np.nan, "much")]
+)
+def test_the_verdict(error, expected):
+    row = {"path": "a", "attention": "linear", "attention error": error, "cost": 9, "keys": 8}
+    verdict = Report([row, row | {"attention": "exact", "attention error": 9.0}]).verdict()
+    assert f"expect to lose {expected}" in verdict
+    assert ("refine" in verdict) == (expected != "little")
+    assert "1 of 1 replaced layers cost more operations than exact attention" in verdict
