@@ -112,13 +112,29 @@ def test_a_tolerance_chooses_the_sizes_of_each_block(softmax_run, tmp_path):
     own = config.of_run(out).attention
     first, *_, last = read_csv(out / "heads.csv")
     assert own.exact_layers == "1"
-    assert own.sizes == f"{first['m']}+{first['exact keys']},16+2"
+    assert own.sizes == f"{first['m']}+{first['exact keys']}+0,16+2+0"
     assert last["attention"] == "exact"
     attention = runs.restore(out).model().blocks[0].attention.attention_fn
     size = attention.frequencies.shape[-2], attention.exact.keys
     assert size in {(m, f) for m in (2, 4, 8, 16) for f in (0, 1, 2)} - {(16, 2)}
     reported = float(read_csv(out / "conversion.csv")[-1]["accuracy"])
     assert reported == pytest.approx(evaluate.evaluate_run(out)["eval_accuracy"], abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:linearize")
+def test_without_sizes_each_block_has_its_own(softmax_run, tmp_path):
+    out = tmp_path / "chosen"
+    convert.convert(softmax_run, out, draws=1, images=32, tolerance=0.2)
+    own, rows = config.of_run(out).attention, read_csv(out / "heads.csv")
+    given = {int(r["layer"]): f"{r['m']}+{r['exact keys']}+{r['exact rows']}" for r in rows}
+    linear = [int(r["layer"]) for r in rows if r["attention"] == "linear"]
+    assert linear
+    for block in linear:
+        assert own.sizes.split(",")[block] == given[block]
+    last = read_csv(out / "conversion.csv")[-1]
+    assert last["m"] == "by layer"
+    accuracy = evaluate.evaluate_run(out)["eval_accuracy"]
+    assert float(last["accuracy"]) == pytest.approx(accuracy, abs=1e-6)
 
 
 def test_refusals(converted, softmax_run, tmp_path):
@@ -133,6 +149,7 @@ def test_refusals(converted, softmax_run, tmp_path):
     refused(out, "was trained with config.attention.kind='performer'")
     refused(softmax_run, "holds a run already; choose another --out", out)
     refused(softmax_run, "unknown coupling 'orff'", coupling=["orff"])
+    refused(softmax_run, "give num_features also", num_features=[], exact_keys=2)
     refused(softmax_run, "unknown calibration 'fulll'", calibration="fulll")
     refused(softmax_run, "even number of features", coupling=["pm-antithetic"], num_features=[7])
     refused(softmax_run, "draws=0 must be positive", draws=0)

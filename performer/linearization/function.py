@@ -89,12 +89,12 @@ def linearize(
     Without sizes each place gets the cheapest recipe whose attention error on held-out examples is
     within the tolerance, mean over heads:
 
-        features   m = head_dim, 2 head_dim or 4 head_dim, calibrated
+        features   m = head_dim / 4, head_dim / 2, ... or 4 head_dim, at least 8, calibrated
         exact_keys 16, 32 or 64 with them, in layers without causality, segments and ALiBi
         exact_rows 1 there, if the row of the first query (a class token) is not within the
                    tolerance
         windows    exact_window=16, 32 or 64 and exact_first=1 in other layers, with features or
-                   without
+                   (not refined) without
 
     Two exact keys cost as much as one feature, and a window of w as 3 w keys, 2 w if causal. A
     place for which no recipe is enough stays exact, with a warning. Sizes that are given are those

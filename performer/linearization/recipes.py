@@ -114,7 +114,9 @@ class Options:
         else:
             windows = [w for w in WINDOWS if layer.supported(Exact(w)).window and 2 * w < t]
             pairs = [NOT_EXACT, *(Exact(w, first=1) for w in windows)]
-        ladder = [Recipe(m, x) for m, x in product([0, *numbers], pairs) if m or x.window]
+        if not self.refine_steps:  # a window alone has nothing to refine
+            numbers = [0, *numbers]
+        ladder = [Recipe(m, x) for m, x in product(numbers, pairs) if m or x.window]
         return sorted(ladder, key=lambda recipe: recipe.cost(layer.is_causal))
 
     @classmethod
