@@ -207,6 +207,47 @@ def test_other_platforms_compute_without_it(monkeypatch):
         close(x, y, 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("devices", "shape", "axis_type", "options", "has_kernel"),
+    [
+        (1, (), None, {}, True),
+        (1, (), None, {"is_causal": True}, True),
+        (1, (), None, {"implementation": "blocked"}, False),
+        (1, (), None, {"exact_rows": 1}, False),
+        (8, (), None, {}, False),  # the compiler would gather the batch
+        (8, (2,), AxisType.Auto, {}, True),
+        (8, (4,), AxisType.Auto, {}, False),  # 2 sequences
+        (8, (2,), AxisType.Explicit, {}, False),
+    ],
+)
+def test_on_a_gpu_the_kernels_are_the_default(
+    devices, shape, axis_type, options, has_kernel, monkeypatch
+):
+    """Where they support the call, and devices are known to share the batch; without a warning."""
+    monkeypatch.setattr(which, "INTERPRET", "cuda")
+    monkeypatch.setattr(sizes, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    monkeypatch.setattr(which, "attention", lambda x, ordinary, settings: kernel(x))
+
+    def kernel(x):
+        used.append(x)
+        return x.query
+
+    used, args = [], inputs(20, 20, n=2, h=32, v=32)
+    names = ("data",)[: len(shape)]
+    axis_types = (axis_type,)[: len(shape)]
+    mesh = jax.sharding.AbstractMesh(shape, names, axis_types=axis_types)
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(partial(performer_attention, **options), *args)
+    assert bool(used) == has_kernel
+
+
+def test_elsewhere_the_kernels_are_not_the_default():
+    text = str(jax.make_jaxpr(performer_attention)(*inputs(20, 20)))
+    assert "pallas" not in text
+
+
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:implementation='pallas'")
 @pytest.mark.parametrize(("is_causal", "dtype"), [(False, np.float32), (True, jnp.bfloat16)])

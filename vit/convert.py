@@ -90,7 +90,9 @@ def compare(
     examples = runs.evaluation_examples(run.dataset, run.config, conversion.ERROR_EXAMPLES)
     held_out = conversion.samples(run.task, model, [examples])
 
-    def record(coupling: str, method: str, window: int, m: int | str, *models: Model) -> metrics.Record:
+    def record(
+        coupling: str, method: str, window: int, m: int | str, *models: Model
+    ) -> metrics.Record:
         measured = [
             evaluate_model(run.task, new, data.eval_batches(run.dataset, run.config.data))
             for new in models

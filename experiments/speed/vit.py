@@ -22,7 +22,7 @@ from vit.run import devices, dry_run, steps
 M, WINDOW = 128, 16
 KINDS = {
     "softmax": config.Attention(kind="softmax"),
-    "performer": config.Attention(num_features=M),
+    "performer": config.Attention(num_features=M, implementation="blocked"),
     f"performer, window {WINDOW}": config.Attention(num_features=M, exact_window=WINDOW),
 }
 KERNEL = config.Attention(num_features=M, implementation="pallas")

@@ -139,8 +139,9 @@ def performer_attention(
     the output converges to it as m grows. With non-negative features the rows of the estimated
     attention matrix are non-negative and sum to 1 for any m. The backward pass computes features
     again, so its memory is linear. Gradients of any order, forward mode, `vmap`, `jax.checkpoint`
-    and `scan` work. Batch, lengths and heads may be symbols of `jax.export`; the program then suits
-    the platform that runs it.
+    and `scan` work; on a GPU name `implementation="blocked"` for forward mode and second
+    derivatives, which kernels do not have. Batch, lengths and heads may be symbols of `jax.export`;
+    the program then suits the platform that runs it.
 
     The implementations are
 
@@ -210,7 +211,9 @@ def performer_attention(
         stabilizer: "exact", or "google" to replicate the public code of Choromanski et al. 2021:
             one maximum over keys and features, and 1e-6 added to every positive feature. That is
             biased, and causal attention depends on future keys through the maximum.
-        implementation: a name of the table above; None is "blocked".
+        implementation: a name of the table above. None is "pallas" on an NVIDIA GPU if the kernels
+            support the call, and a single device or the mesh in context is known to compute it;
+            else "blocked".
         initial_state: state of earlier keys, from `return_state`.
         return_state: also return the state after all keys.
         axis_name: mesh axis of `jax.shard_map` that shards the sequence, in order. Devices exchange
@@ -317,8 +320,9 @@ def performer_attention(
         refusals.check_state(initial_state, inputs, estimate, exact, pairs)
     state = jax.tree.map(lambda x: refusals.one_axis(x, len(lead)), initial_state)
     plan = Plan(axis_name, return_state, robust=implementation == "robust")
-    if implementation == "pallas":
-        plan = which.with_kernels(tokens, estimate, exact, pairs, streams, plan)
+    if implementation in (None, "pallas"):
+        choose = which.by_default if implementation is None else which.with_kernels
+        plan = choose(tokens, estimate, exact, pairs, streams, plan)
     arrays = tokens, estimate, pairs, state
     output, state = _on_platform(arrays, exact, plan, implementation == "direct")
     if len(lead) != 1:

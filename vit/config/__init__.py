@@ -184,9 +184,9 @@ class Attention:
         order, slopes 2^(-8/n), ..., 2^-8 of n heads (Press et al. 2022).""",
     )
     implementation: str = _choice(
-        "blocked pallas",
-        """Implementation of `performer_attention`: "blocked" by XLA, or "pallas", kernels for GPU
-        and TPU (not yet run).""",
+        "auto blocked pallas",
+        """Implementation of `performer_attention`: "auto" for kernels on an NVIDIA GPU where they
+        support the call, "blocked" by XLA, or "pallas", kernels for GPU and TPU (not yet run).""",
     )
     exact_window: int = _count(
         0,
@@ -369,17 +369,17 @@ RULES: dict[str, Callable[[Config], bool]] = {
     **{
         f"config.attention.{name} must be 0 with config.attention.implementation": (
             lambda c, name=name: (
-                c.attention.implementation == "blocked" or not vars(c.attention)[name]
+                c.attention.implementation != "pallas" or not vars(c.attention)[name]
             )
         )
         for name in ("exact_window", "exact_keys", "exact_rows")
     },
     "config.attention.mask needs config.attention.kind=performer, config.attention.exact_window=0,"
     " config.attention.exact_keys=0, config.attention.exact_rows=0 and"
-    " config.attention.implementation=blocked": lambda c: (
+    " config.attention.implementation=auto": lambda c: (
         c.attention.mask == "none"
-        or (c.attention.kind, any(exact(c)), c.attention.implementation)
-        == ("performer", False, "blocked")
+        or (c.attention.kind, any(exact(c)), c.attention.implementation == "pallas")
+        == ("performer", False, False)
     ),
     "config.data.image_size must be divisible by the patch of config.model.variant": lambda c: (
         c.data.image_size % c.model.patch_size == 0

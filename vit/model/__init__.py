@@ -203,7 +203,7 @@ def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
         num_heads=None if own.share_heads else size.num_heads,
         redraw_every=own.redraw_every,
         calibration=own.calibration,
-        implementation=own.implementation,
+        implementation=None if own.implementation == "auto" else own.implementation,
         **exact(config).options,
         split="seq",
         transferred=own.transferred,

@@ -83,19 +83,46 @@ def with_kernels(
     tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool, plan: Plan
 ) -> Plan:
     """The plan with the kernels if they support the call; else unchanged, with a warning."""
-    streams |= plan.axis_name is not None
-    reason, here = _refused(tokens, estimate, exact, pairs, streams), sizes.platform()
-    platform = INTERPRET or {"gpu": "cuda"}.get(here, "tpu")
+    kernel, reason = choose(tokens, estimate, exact, pairs, streams or plan.axis_name is not None)
+    if kernel is None:
+        warn(f"does not support {reason}: attention is computed without the kernel")
+        return plan
+    here = sizes.platform()
+    if here not in ("tpu", "gpu") and not INTERPRET:
+        warn(f"is for programs compiled for a TPU or GPU: those for {here} have no kernel")
+    return dataclasses.replace(plan, kernel=kernel)
+
+
+def by_default(
+    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool, plan: Plan
+) -> Plan:
+    """The plan with the kernels on a GPU, where they were faster for all calls that they support.
+
+    Several devices must be known to share the batch, by the mesh in context or `jax.shard_map`:
+    compilers do not shard a kernel, but gather its operands.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    shared = jax.device_count() == 1 if mesh.empty else AxisType.Explicit not in mesh.axis_types
+    if sizes.platform() != "gpu" or not shared or is_symbolic_dim(tokens.query.shape[0]):
+        return plan
+    if tokens.query.shape[0] % sizes.devices():
+        return plan
+    kernel, _ = choose(tokens, estimate, exact, pairs, streams or plan.axis_name is not None)
+    return dataclasses.replace(plan, kernel=kernel)
+
+
+def choose(
+    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool
+) -> tuple[Kernel | None, str | None]:
+    """The kernel of a call, or None and the reason why there is none."""
+    reason = _refused(tokens, estimate, exact, pairs, streams)
+    platform = INTERPRET or {"gpu": "cuda"}.get(sizes.platform(), "tpu")
     steps = heads_and_block(tokens, estimate, pairs.is_causal) if reason is None else None
     if reason is None and platform == "cuda":
         steps, reason = (0, 0), None if fits_gpu(tokens, estimate) else ON_GPU
     if reason is not None or steps is None:
-        warn(f"does not support {reason or LARGE}: attention is computed without the kernel")
-        return plan
-    if here not in ("tpu", "gpu") and not INTERPRET:
-        warn(f"is for programs compiled for a TPU or GPU: those for {here} have no kernel")
-    settings = Kernel(estimate.scale, pairs.is_causal, *steps, platform, bool(INTERPRET))
-    return dataclasses.replace(plan, kernel=settings)
+        return None, reason or LARGE
+    return Kernel(estimate.scale, pairs.is_causal, *steps, platform, bool(INTERPRET)), None
 
 
 ON_GPU = (
