@@ -16,7 +16,7 @@ def test_python_runs():
     for body in code(README, "python"):
         exec(body, namespace)
     assert namespace["output"].shape == (2, 197, 768)
-    assert namespace["attention_fn"].frequencies[...].shape == (128, 64)
+    assert namespace["attention_fn"].frequencies[...].shape == (12, 128, 64)
 
 
 def test_links_and_targets_exist():
