@@ -41,12 +41,17 @@ def test_a_foreign_json_is_refused(tmp_path):
 
 
 def test_a_config_of_an_earlier_version_loads(tmp_path):
-    """Newer fields have their defaults; what was renamed has its new name."""
+    """Newer fields have their defaults; what was renamed has its new name; "mask" is gone."""
     values = dataclasses.asdict(small_config())
-    values["attention"]["implementation"] = "xla"
+    values["attention"] |= {"implementation": "xla", "mask": "none"}
     del values["keep_every"], values["model"]["width"], values["optim"]["b2"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert config.load(tmp_path / "config.json") == small_config()
+    want = config.with_values(small_config(), {"attention.implementation": "blocked"})
+    assert config.load(tmp_path / "config.json") == want
+    values["attention"]["mask"] = "grid"
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="mask"):
+        config.load(tmp_path / "config.json")
 
 
 def test_what_a_resumed_run_may_change():

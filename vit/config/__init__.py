@@ -159,7 +159,7 @@ class Model:
 
 @dataclasses.dataclass
 class Attention:
-    """Attention of the blocks; all kinds have the same parameters, but for those of a mask."""
+    """Attention of the blocks; all kinds have the same parameters."""
 
     kind: str = _choice("performer softmax", '"performer" (random features) or "softmax" (exact).')
     coupling: str = _field(
@@ -176,12 +176,6 @@ class Attention:
         'Blocks with exact attention whatever `kind` is, counted from 0, as "0,3".',
         'increasing numbers of blocks, separated by commas, as "0,3", or nothing',
         holds=lambda text: sorted({*exact_layers(text)} - {-1}) == list(exact_layers(text)),
-    )
-    mask: str = _choice(
-        "none grid alibi",
-        """Factor of the attention weights: "grid" is a kernel of the grid of patches by random
-        walks, learned for each head (`vit.model.grid`); "alibi" is e^(-slope |i - j|) in row-major
-        order, slopes 2^(-8/n), ..., 2^-8 of n heads (Press et al. 2022).""",
     )
     implementation: str = _choice(
         "auto blocked pallas",
@@ -374,23 +368,14 @@ RULES: dict[str, Callable[[Config], bool]] = {
         )
         for name in ("exact_window", "exact_keys", "exact_rows")
     },
-    "config.attention.mask needs config.attention.kind=performer, config.attention.exact_window=0,"
-    " config.attention.exact_keys=0, config.attention.exact_rows=0 and"
-    " config.attention.implementation=auto": lambda c: (
-        c.attention.mask == "none"
-        or (c.attention.kind, any(exact(c)), c.attention.implementation == "pallas")
-        == ("performer", False, False)
-    ),
     "config.data.image_size must be divisible by the patch of config.model.variant": lambda c: (
         c.data.image_size % c.model.patch_size == 0
     ),
     "config.seq must divide the number of tokens, with class token and registers": lambda c: (
         ((c.data.image_size // c.model.patch_size) ** 2 + c.model.num_prefix) % c.seq == 0
     ),
-    "config.seq must be 1 with config.attention.exact_window, config.attention.exact_keys,"
-    " config.attention.exact_rows and config.attention.mask": lambda c: (
-        c.seq == 1 or (any(exact(c)), c.attention.mask) == (False, "none")
-    ),
+    "config.seq must be 1 with config.attention.exact_window, config.attention.exact_keys and"
+    " config.attention.exact_rows": lambda c: c.seq == 1 or not any(exact(c)),
     "config.data.eval_resize must be 0, or one to four times config.data.image_size": lambda c: (
         not c.data.eval_resize or 1 <= c.data.eval_resize / c.data.image_size <= 4
     ),
@@ -567,8 +552,11 @@ def load(path: Path) -> Config:
     """
     try:
         values = files.parsed(path.read_bytes())
-        if values.get("attention", {}).get("implementation") == "xla":  # its earlier name
-            values["attention"]["implementation"] = "blocked"
+        attention = values.get("attention", {})
+        if attention.get("implementation") == "xla":  # its earlier name
+            attention["implementation"] = "blocked"
+        if attention.get("mask") == "none":  # an earlier field, of masks without a gain
+            del attention["mask"]
         sections = {name: kind(**values[name]) for name, kind in SECTIONS.items() if name in values}
         config = Config(**(values | sections))
         check_fields(config)

@@ -7,7 +7,6 @@ mask adds parameters of its own.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from jaxtyping import Array, Float, Int, Real
 
 from performer.nnx import PerformerAttention
 from vit.config import Config, exact, of_block
-from vit.model.grid import GridAttention
 from vit.task import random_streams as random_streams
 
 INITS = {
@@ -189,14 +187,7 @@ def mlp(config: Config, rngs: nnx.Rngs) -> tuple[nnx.Linear, nnx.Linear]:
 def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
     """Return the random-feature attention of a block."""
     own, size = config.attention, config.model.size
-    kind: Any = PerformerAttention
-    if own.mask == "grid":
-        side = config.data.image_size // config.model.patch_size
-        kind = partial(GridAttention, size.num_heads, side, config.model.num_prefix)
-    elif own.mask == "alibi":
-        slopes = 2.0 ** -np.linspace(8 / size.num_heads, 8, size.num_heads)
-        kind = partial(PerformerAttention, alibi_slopes=slopes)
-    return kind(
+    return PerformerAttention(
         own.num_features,
         size.head_dim,
         coupling=own.coupling,

@@ -195,8 +195,6 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
     def block(own: Attention) -> int:
         if own.kind == "softmax":
             return 4 * n**2 * width
-        if own.mask == "grid":
-            return 2 * n**2 * (own.num_features * size.num_heads + width)
         return 4 * n * width * (2 * own.num_features + near + min(n, own.exact_keys))
 
     attention = sum(block(of_block(config, i).attention) for i in range(size.depth))

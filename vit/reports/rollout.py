@@ -20,7 +20,6 @@ from performer.attention import attention_weights
 from performer.nnx import PerformerAttention
 from vit.data import augment
 from vit.model import ViT, classification
-from vit.model.grid import GridAttention
 from vit.reports import report
 
 
@@ -60,8 +59,6 @@ def maps(model: ViT, images: Array) -> Maps:
             own.append(exact[-1])
             continue
         own.append(attention_weights(query, key, **estimate.estimate))
-        if isinstance(estimate, GridAttention):
-            own[-1], exact[-1] = estimate.masked(own[-1]), estimate.masked(exact[-1])
     tokens = model.has_token, model.num_prefix, model.order
     return Maps(*(_on_patches(rollout(jnp.stack(x)), *tokens) for x in (own, exact)))
 
