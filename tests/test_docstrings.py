@@ -119,7 +119,6 @@ NEEDED = {
     "performer.graphs.gp": lambda normal: (
         {"K": _ring_kernel(), "seen": jnp.array([0, 3, 4]), "y": jnp.arange(3.0)}
     ),
-    "performer.graphs.rotary": lambda normal: {"omega": normal(2, 4)} | small_heads(normal),
     "performer.nnx.graph": lambda normal: {"graph": _ring(), "graphs": graphs, "x": normal(8, 64)},
     "performer.analysis": small_heads,
     "performer.nnx.linearization": lambda normal: (

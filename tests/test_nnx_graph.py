@@ -1,4 +1,4 @@
-"""GraphAttention: projections, rotary positions, mask and features against NumPy in float64."""
+"""GraphAttention: projections, mask and features against NumPy in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from performer.graphs import features, kernels, rotary
+from performer.graphs import features, kernels
 from performer.nnx import GraphAttention
 from tests.graph_examples import karate, masked
-from tests.tiers import tiers
 
 X = jax.random.normal(jax.random.key(0), (34, 8))
 WALKS = features.sample(jax.random.key(1), karate(), num_walks=4, p_halt=0.3)
@@ -28,7 +27,7 @@ def changed(model):
     return model
 
 
-def dense(model, x, mask, positions=None):
+def dense(model, x, mask):
     """The layer written out, with a mask (n, N, N)."""
     params = jax.tree.map(
         lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -37,13 +36,6 @@ def dense(model, x, mask, positions=None):
     for name in ("query", "key", "value"):
         heads[name] = np.einsum("id,dnh->inh", np.asarray(x, np.float64), params[name]["kernel"])
         heads[name] += params[name]["bias"]
-    if positions is not None:
-        angles = np.einsum("nbr,ir->inb", params["rotary_frequencies"], positions)
-        for name in ("query", "key"):
-            half = heads[name].shape[-1] // 2
-            turned = heads[name][..., :half] + 1j * heads[name][..., half:]
-            turned = turned * np.exp(1j * angles)
-            heads[name] = np.concatenate([turned.real, turned.imag], axis=-1)
     tokens = (x[None] for x in heads.values())
     (attended,), output = (
         masked(*tokens, model.attention_fn.frequencies[...], mask),
@@ -63,11 +55,9 @@ def learned_mask(model):
     return phi @ phi.swapaxes(1, 2)
 
 
-@pytest.mark.parametrize("rotated", tiers([True, False], 1))
-def test_the_layer_is_that_of_the_equations(rotated):
-    positions = rotary.coordinates(karate(), 3) if rotated else None
-    model = changed(layer(mask=WALKS, num_terms=4, positions=positions))
-    expected = dense(model, X, learned_mask(model), positions)
+def test_the_layer_is_that_of_the_equations():
+    model = changed(layer(mask=WALKS, num_terms=4))
+    expected = dense(model, X, learned_mask(model))
     for output in nnx.jit(lambda model: (model(X), model(X[None])[0]))(model):
         np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4)
 

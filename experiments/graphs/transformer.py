@@ -1,4 +1,4 @@
-"""A transformer on the nodes of a graph: masked by its kernel, with rotary positions, or neither.
+"""A transformer on the nodes of a graph: masked by its kernel, or not.
 
     python -m experiments.graphs.transformer --data_dir=DIR
 
@@ -7,9 +7,7 @@ features of `pm-antithetic`), an output layer; AdamW on all training nodes at on
 differ in the attention alone:
 
     performer       without the graph
-    WIRE            rotary positions: 8 lowest eigenvectors of D - W, learned frequencies
     masked          times (sum_t f_t A^t)^2, f_0 to f_3 learned by each head, by 8 walks
-    masked + WIRE   both
     exact           softmax attention, without the graph
     exact masked    softmax attention times the same learned kernel, both without an estimate
 
@@ -37,12 +35,12 @@ from flax import nnx
 
 from experiments.common import harness, launch
 from experiments.graphs import data
-from performer.graphs import Graph, features, rotary
+from performer.graphs import Graph, features
 from performer.nnx import GraphAttention
 
 WIDTH, HEADS, FEATURES, TERMS = 32, 2, 8, 4
-NUM_WALKS, P_HALT, COORDINATES = 8, 0.5, 8
-METHODS = ("performer", "WIRE", "masked", "masked + WIRE", "exact", "exact masked")
+NUM_WALKS, P_HALT = 8, 0.5
+METHODS = ("performer", "masked", "exact", "exact masked")
 CITATIONS = ("cora", "citeseer")
 MESHES = ("cylinder", "teapot", "idler_riser")
 EVERY = 5
@@ -80,9 +78,9 @@ class Exact(GraphAttention):
 class Block(nnx.Module):
     """Attention and MLP, both residual, with normalised inputs."""
 
-    def __init__(self, layer: type[GraphAttention], rngs: nnx.Rngs, **options: Any):
+    def __init__(self, layer: type[GraphAttention], rngs: nnx.Rngs):
         self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
-        self.attention = layer(HEADS, WIDTH, FEATURES, num_terms=TERMS, rngs=rngs, **options)
+        self.attention = layer(HEADS, WIDTH, FEATURES, num_terms=TERMS, rngs=rngs)
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
 
@@ -95,11 +93,10 @@ class Block(nnx.Module):
 class Model(nnx.Module):
     """Inputs at the nodes -> logits or a vector."""
 
-    def __init__(self, method: str, inputs: int, outputs: int, positions: Any, rngs: nnx.Rngs):
+    def __init__(self, method: str, inputs: int, outputs: int, rngs: nnx.Rngs):
         layer = Exact if "exact" in method else GraphAttention
-        options = {"positions": positions if "WIRE" in method else None}
         self.embed = nnx.Linear(inputs, WIDTH, rngs=rngs)
-        self.block = Block(layer, rngs, **options)
+        self.block = Block(layer, rngs)
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.head = nnx.Linear(WIDTH, outputs, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
@@ -129,7 +126,7 @@ def scores(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
     return 1 - cosine, cosine
 
 
-def fit(problem: Problem, method: str, seed: int, steps: int, positions: Any) -> float:
+def fit(problem: Problem, method: str, seed: int, steps: int) -> float:
     """Train, and return the score on the test nodes at the best validation score."""
     targets, is_class = jnp.asarray(problem.targets), problem.targets.ndim == 1
     split = random_split(seed, len(targets)) if problem.split is None else problem.split
@@ -138,7 +135,7 @@ def fit(problem: Problem, method: str, seed: int, steps: int, positions: Any) ->
     x = jnp.asarray(problem.inputs, jnp.float32)
     outputs = int(targets.max()) + 1 if is_class else targets.shape[1]
     rngs = nnx.Rngs(params=seed, frequencies=100 + seed, dropout=200 + seed)
-    model = Model(method, x.shape[1], outputs, positions, rngs)
+    model = Model(method, x.shape[1], outputs, rngs)
     mask = None
     if method == "exact masked":
         mask = powers(problem.graph)
@@ -248,12 +245,11 @@ def main(
     """
     names = data_sets or ((*CITATIONS, *MESHES) if data_dir else ("made up",))
     problems = {name: load(name, data_dir) for name in names}
-    positions = {k: rotary.coordinates(x.graph, COORDINATES) for k, x in problems.items()}
 
     def measure(case: harness.Row) -> list[float]:
         name, method = case["data set"], case["line"]
         seeds = range(repeats)
-        return [fit(problems[name], method, seed, steps, positions[name]) for seed in seeds]
+        return [fit(problems[name], method, seed, steps) for seed in seeds]
 
     cases = [
         {"data set": name, "nodes": problem.graph.num_nodes, "line": method}

@@ -8,7 +8,6 @@ couplings      joint laws of the lengths of walks: independent, antithetic, sigm
 matching       learning of the permutation of the sigma-coupling
 walks          random walks from all nodes; `reinforced`, the self-avoiding baseline
 pagerank       PageRank by random walks and by power iteration
-rotary         rotary positions of nodes, from the spectrum of the graph
 theory         expected errors in closed form; `theory.recommend` chooses the walks
 stitched       `stitched`: long walks from short ones, for kernels that reach far
 tasks          diffusion, kernel k-means, kernel regression of node attributes
@@ -23,7 +22,6 @@ from performer.graphs import kernels as kernels
 from performer.graphs import matching as matching
 from performer.graphs import pagerank as pagerank
 from performer.graphs import reinforced as reinforced
-from performer.graphs import rotary as rotary
 from performer.graphs import stitched as stitched
 from performer.graphs import tasks as tasks
 from performer.graphs import theory as theory

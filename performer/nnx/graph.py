@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import couplings
-from performer.graphs import features, kernels, masked_attention, rotary
+from performer.graphs import features, kernels, masked_attention
 from performer.graphs.features import EstimatedKernel
 from performer.graphs.walks import Walks
 from performer.nnx.layer import Frequencies, PerformerAttention
@@ -31,23 +30,18 @@ class GraphAttention(nnx.Module):
     parameter `modulation` is log f: the mask is never negative, and every row of attention weights
     sums to 1.
 
-    With `positions` queries and keys are turned by angles omega . r_i, whose frequencies each head
-    learns (`performer.graphs.rotary`). Both can be used together.
-
     Args:
         num_heads: number of heads.
         in_features: width of the input and the output.
         num_features: m, number of random features per head.
         mask: walks, estimate or matrix, used where a call has none.
         num_terms: number of learned coefficients f_0, f_1, ...; later steps of walks are ignored.
-        positions: coordinates (nodes, r) of `performer.graphs.rotary`, or None.
         coupling: coupling of the frequencies.
         rngs: random streams, `params` and `frequencies`.
         options: keywords of `PerformerAttention` that `masked_attention` knows, as `feature_map`.
 
     Raises:
-        ValueError: if `num_heads` does not divide the width, or for an odd width of a head with
-            positions; in a call as `masked_attention`.
+        ValueError: if `num_heads` does not divide the width; in a call as `masked_attention`.
 
     Example:
         >>> walks = graphs.features.sample(key, graph, num_walks=8, p_halt=0.3)
@@ -63,7 +57,6 @@ class GraphAttention(nnx.Module):
         *,
         mask: Mask | None = None,
         num_terms: int = 8,
-        positions: Float[Array, "nodes r"] | None = None,
         coupling: str | Coupling = couplings.DEFAULT,
         rngs: nnx.Rngs,
         **options: Any,
@@ -71,8 +64,6 @@ class GraphAttention(nnx.Module):
         head_dim, rest = divmod(in_features, num_heads)
         if rest:
             raise ValueError(f"{num_heads} heads must divide the width {in_features}")
-        if positions is not None and head_dim % 2:
-            raise ValueError(f"positions need heads of an even width, got {head_dim}")
         heads = (num_heads, head_dim)
         self.query, self.key, self.value = (
             nnx.LinearGeneral(in_features, heads, rngs=rngs) for _ in range(3)
@@ -84,10 +75,6 @@ class GraphAttention(nnx.Module):
         self.mask = nnx.data(None if mask is None else Frequencies(mask))
         logs = jnp.log(kernels.Diffusion(1.0)(num_terms))
         self.modulation = nnx.Param(jnp.tile(logs, (num_heads, 1)))
-        self.positions = nnx.data(None if positions is None else Frequencies(positions))
-        if positions is not None:
-            shape = (num_heads, head_dim // 2, positions.shape[-1])
-            self.rotary_frequencies = nnx.Param(jax.random.normal(rngs.params(), shape))
 
     def __call__(
         self,
@@ -104,11 +91,6 @@ class GraphAttention(nnx.Module):
             key_mask: nodes that exist, as the `mask` of `performer_attention`.
         """
         query, key, value = (project(x) for project in (self.query, self.key, self.value))
-        if self.positions is not None:
-            query, key = (
-                rotary.rotate(y, self.positions[...], self.rotary_frequencies[...])
-                for y in (query, key)
-            )
         if mask is None and self.mask is not None:
             mask = self.mask.get_value()
         if isinstance(mask, Walks):
