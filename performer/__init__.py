@@ -82,6 +82,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("performer.linearization"), name)
     if name in MODULES:
         return import_module(f"performer.{name}")
+    if name in ("PerformerAttention", "GraphAttention"):
+        raise AttributeError(f"{name} is a layer for Flax: performer.nnx.{name} (pip install flax)")
     raise AttributeError(f"module 'performer' has no attribute {name!r}")
 
 

@@ -171,6 +171,7 @@ TOGETHER = [  # in the order of the table
     (dict(calibration=SHIFTED, feature_map="relu"), "a calibration requires a feature_map that"),
     (dict(calibration=TILTED, feature_map="hyperbolic"), "one of shift and scale alone serves"),
     (dict(calibration=TILTED, query_frequencies=ones(M, H)), "of shift and scale alone: its root"),
+    (dict(frequencies=None), "frequencies=None .* requires exact_window > 0 and no weights"),
     (dict(exact_first=2), "exact_first=2 requires exact_window > 0"),
     (WINDOW | dict(feature_map="relu"), "exact_window=2 requires a feature_map that estimates"),
     (WINDOW | GOOGLE, "exact_window=2 requires stabilizer='exact'"),
@@ -223,7 +224,8 @@ KINDS = [
         dict(frequencies="pm"),
         r"draw them: performer.couplings.get\('pm'\)\(jax.random.key\(0\), 16",
     ),
-    (dict(frequencies=None), "frequencies are None; expected an array"),
+    (dict(frequencies="pm"), "frequencies='pm' is a name; draw them"),
+    (dict(frequencies=3), "frequencies are 3; expected an array"),
     (dict(frequencies=ones(H)), r"frequencies have shape \(8,\); expected an array \(num_features"),
     (dict(frequencies=ones(0, H)), "num_features must be at least 1"),
     (
@@ -234,7 +236,7 @@ KINDS = [
     (dict(weights=-ones(M)), "weights must not be negative, got -1.0"),
     # Masks
     (dict(mask="causal"), "mask='causal': pass an array of the keys that exist, or is_causal=True"),
-    (dict(mask=np.tril(ones(7, 7))), "pass is_causal=True"),
+    (dict(mask=np.tril(ones(7, 7))), "for a causal mask is_causal=True"),
     (dict(mask=ones(2, 1, 1, 6)), "honours masks over keys only"),
     (dict(mask=np.array([0.0, -1e9] + [0.0] * 5)), "pass that as key_log_weights"),
     (dict(key_value_seq_lengths=np.array([2.5, 3])), "dtype float.*; expected integers from 0"),

@@ -135,3 +135,29 @@ def test_huge_log_weights(feature_map, is_causal, small_chunks):
             close(got[:, :4], before, 1e-3)  # e^1e4 times a key: float32 knows 1e4 to 1e-3
         elif is_causal:
             np.testing.assert_array_equal(got[:, :4], 0)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_without_features_a_window_is_softmax_of_its_pairs(is_causal):
+    """In float64; streamed in two pieces if causal; gradients are finite."""
+    query, key, value, _ = inputs(t=12, s=12)
+    options: dict = dict(is_causal=is_causal, exact_window=3, exact_first=1)
+    chunk = np.arange(12) // 3
+    near = (abs(chunk[:, None] - chunk) <= 1) | (np.arange(12) < 1)
+    near &= np.tri(12, dtype=bool) if is_causal else True
+    q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
+    k, v = (np.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    logits = np.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
+    weights = np.where(near, np.exp(logits - logits.max(-1, keepdims=True)), 0)
+    want = np.einsum("bnts,bsnv->btnv", weights / weights.sum(-1, keepdims=True), v)
+    attend = partial(performer_attention, **options)
+    close(attend(query, key, value, None), want)
+    slope = jax.grad(lambda q: jnp.sum(attend(q, key, value, None) ** 2))(query)
+    assert np.isfinite(slope).all()
+    if is_causal:
+        halves = zip(*(jnp.split(x, 2, axis=1) for x in (query, key, value)), strict=True)
+        outputs, state = [], None
+        for tokens in halves:
+            output, state = attend(*tokens, None, initial_state=state, return_state=True)
+            outputs.append(output)
+        close(jnp.concatenate(outputs, axis=1), want)

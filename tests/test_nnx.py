@@ -141,3 +141,35 @@ def test_calibrated_causal_attention_does_not_see_the_future_in_training():
     changed = X.at[:, 3:].add(2.0)
     outputs = one(X, is_causal=True), two(changed, is_causal=True)
     np.testing.assert_array_equal(outputs[0][:, :3], outputs[1][:, :3])
+
+
+VALID = jnp.arange(5) < jnp.array([5, 3])[:, None]
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (nnx.make_attention_mask(VALID, VALID), {"mask": VALID[:, None, None]}),
+        (nnx.make_causal_mask(VALID), {"is_causal": True}),
+        (
+            nnx.combine_masks(nnx.make_causal_mask(VALID), nnx.make_attention_mask(VALID, VALID)),
+            {"mask": VALID[:, None, None], "is_causal": True},
+        ),
+    ],
+    ids=["padding", "causal", "both"],
+)
+def test_masks_of_flax_over_pairs(mask, options):
+    """Read where their values are known; traced, the error says what to write."""
+    attention = PerformerAttention(6, 4, num_heads=2, rngs=nnx.Rngs(0))
+    tokens = jax.random.normal(jax.random.key(1), (3, 2, 5, 2, 4))
+    want = attention(*tokens, **options)
+    np.testing.assert_array_equal(attention(*tokens, mask=mask), want)
+    with pytest.raises(ValueError, match=r"For padding pass valid\[:, None, None, :\]"):
+        nnx.jit(lambda attention, mask: attention(*tokens, mask=mask))(attention, mask)
+    with pytest.raises(ValueError, match="honours masks over keys only"):
+        attention(*tokens, mask=mask.at[0, 0, 0, 0].set(0).at[0, 0, 1, 2].set(1))
+
+
+def test_the_layer_is_named_where_people_look():
+    with pytest.raises(AttributeError, match="performer.nnx.PerformerAttention"):
+        performer.PerformerAttention  # noqa: B018

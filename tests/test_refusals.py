@@ -243,7 +243,7 @@ def of_layers():
             "requires one key for each query",
         ),
         (call(layer, redraw_every=-1), "redraw_every must not be negative, got -1"),
-        (call(heads(), sequence, mask=jnp.tril(ones(1, 1, 5, 5))), "masks over keys only"),
+        (call(heads(), sequence, mask=jnp.tril(ones(1, 1, 5, 5), 1)), "masks over keys only"),
         (call(heads(), token, sequence, is_causal=True), "when decoding leave is_causal out"),
         (call(heads(dropout_rate=0.5), sequence, deterministic=False), r"dropout_rate=0\.5"),
         (

@@ -3,6 +3,8 @@
 from typing import Any, cast
 
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
@@ -43,6 +45,8 @@ def attention_fn(
             " dropout_rate=0 in the attention layer and put dropout after it"
         )
     t, s = query.shape[-3], key.shape[-3]
+    mask, triangular = of_keys(mask)
+    is_causal |= triangular
     if is_causal and t != s:
         raise ValueError(
             f"is_causal with {t} queries and {s} keys; when decoding leave is_causal out, for the"
@@ -62,6 +66,24 @@ def attention_fn(
         return output, None
     options["implementation"] = None  # unit values are as wide as there are keys
     return output, _row(attention_weights(query, key, frequencies, **options), place, -2)
+
+
+def of_keys(mask: ArrayLike | None) -> tuple[ArrayLike | None, bool]:
+    """A mask over pairs as a mask of keys, if its rows agree; and whether it is causal.
+
+    Flax's `make_attention_mask` and `make_causal_mask` return masks over pairs. Their values can be
+    read unless they are traced; other masks are returned as they are. Queries without keys have no
+    part in the comparison.
+    """
+    if mask is None or isinstance(mask, Tracer) or np.ndim(mask) < 2 or np.shape(mask)[-2] == 1:
+        return mask, False
+    pairs = np.asarray(mask).astype(bool)
+    keys, queries = (np.any(pairs, axis=axis, keepdims=True) for axis in (-2, -1))
+    if np.array_equal(pairs, keys & queries):
+        return keys, False
+    if np.array_equal(pairs, keys & queries & np.tri(*pairs.shape[-2:], dtype=bool)):
+        return keys, True
+    return mask, False
 
 
 def _row(x: Array, place: Bool[Array, "*b s 1 1"] | None, axis: int) -> Array:

@@ -30,9 +30,10 @@ def key_mask(
         if not _broadcasts(mask.shape, want):
             raise ValueError(
                 f"mask has shape {mask.shape}; linear attention honours masks over keys only, of a"
-                f" shape that broadcasts to (batch, 1, 1, keys) = {want}. For a causal mask pass"
-                " is_causal=True, for packed sequences segment_ids; for any other mask that differs"
-                " between queries or heads use exact attention (jax.nn.dot_product_attention)"
+                f" shape that broadcasts to (batch, 1, 1, keys) = {want}. For padding pass"
+                " valid[:, None, None, :], for a causal mask is_causal=True, for packed sequences"
+                " segment_ids; for any other mask that differs between queries or heads use exact"
+                " attention (jax.nn.dot_product_attention)"
             )
         if (bad := first(mask, lambda x: ~(x >= 0))) is not None:
             raise ValueError(
