@@ -17,7 +17,7 @@ import generate
 import performer
 
 project = "Performer"
-author = copyright = "the Performer authors"
+author = copyright = "performer-jax contributors"
 version = release = performer.__version__
 
 extensions = [

@@ -102,8 +102,8 @@ class Hybrid(nnx.Module):
             calibration = Calibration(**{name: x[...] for name, x in self.calibration.items()})
             options |= dict(query_frequencies=far.of_query, calibration=calibration)
             frequencies, weights = far.of_key, far.weights
-        else:  # one feature, of weight 0
-            frequencies, weights = jnp.zeros((1, query.shape[-1])), jnp.zeros(1)
+        else:
+            frequencies = weights = None
         return performer_attention(
             query,
             key,
