@@ -56,7 +56,7 @@ def source(tmp_path):
     return tmp_path / "pets"
 
 
-def test_a_part_is_held_out_where_there_is_no_other_split(tmp_path):
+def test_a_part_is_held_out_where_there_is_no_other_split(tmp_path, capsys):
     """Names are the folder's, or ImageNet's."""
     source, out = tmp_path / "My-MNIST", tmp_path / "out"
     source.mkdir()
@@ -68,6 +68,7 @@ def test_a_part_is_held_out_where_there_is_no_other_split(tmp_path):
     for path in source.glob("t10k-*"):
         path.unlink()
     assert prepare(source, out, "less") == {"train": 13, "validation": 1, "skipped": 0}
+    assert "pictures to evaluate on: 1, so that" in capsys.readouterr().err
     tars = tmp_path / "tars"
     tars.mkdir()
     write_ilsvrc2012(tars)

@@ -330,6 +330,9 @@ def test_what_is_held_out_is_a_share_of_every_class_and_depends_on_the_seed():
     everything = holdout(labels, 0.999, seed=0)
     assert {label for label, h in zip(labels, everything, strict=True) if not h} == set(labels)
     assert holdout(["a", "a", "b"], 0.01, seed=0).sum() == 1
+    small = np.repeat(["a", "b", "c", "d"], [8, 9, 9, 2])
+    for seed in range(20):  # one of each class of five or more
+        assert set(small[holdout(small.tolist(), 0.1, seed)]) >= {"a", "b", "c"}
     for share in (0.0, 1.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="must be a share between 0 and 1"):
             holdout(["a", "a"], share, 0)

@@ -53,6 +53,8 @@ from vit.run import devices
 VERSION = "1.0.0"
 VALIDATION = 0.1
 """Share that is held out if there is nothing to evaluate on."""
+FEW = 30
+"""Pictures to evaluate on below which `prepare` warns."""
 INSPECTED = 200
 """Pictures by which a grey data set is detected."""
 END_OF_JPEG = b"\xff\xd9"
@@ -149,6 +151,13 @@ def prepare(
                 raise OSError(f"{target} cannot be written: {error}") from error
     print("\n".join(folders.account(source, opened)))
     counts = {split: info.num_examples for split, info in builder.info.splits.items()}
+    few = counts.get("validation", counts.get("test", FEW))
+    if few < FEW:
+        print(
+            f"pictures to evaluate on: {few}, so that an accuracy has a standard error of up to"
+            f" {0.5 / few**0.5:.2f}; --validation holds out more",
+            file=sys.stderr,
+        )
     return counts | {"skipped": len(skipped)}
 
 

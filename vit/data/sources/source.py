@@ -163,14 +163,20 @@ def with_validation(source: Source, share: float, seed: int) -> Source:
     return source._replace(splits=source.splits | splits)
 
 
+LEAST = 5
+"""Examples of a class from which one at least is held out."""
+
+
 def holdout(labels: Sequence[str], share: float, seed: int) -> np.ndarray:
     """Mark the examples that are held out: a share of all, spread evenly over the classes.
 
     The examples are ordered by class and randomly within a class. The first of each class stays;
-    from the rest examples at equal distances are held out.
+    from the rest examples at equal distances are held out, and one more of each class of at least
+    `LEAST` that would have none.
 
     Returns:
-        n bools, max(1, round(share n)) of them true if the rest is as large.
+        n bools, max(1, round(share n)) of them true, or more with such classes, if the rest is as
+        large.
 
     Raises:
         ValueError: if the share is not between 0 and 1, or no class has a second example.
@@ -188,4 +194,7 @@ def holdout(labels: Sequence[str], share: float, seed: int) -> np.ndarray:
     taken = rest[((np.arange(number) + rng.random()) * (len(rest) / number)).astype(int)]
     held = np.zeros(len(classes), bool)
     held[taken] = True
+    sizes, of_class = np.bincount(classes), np.bincount(classes[held], minlength=classes.max() + 1)
+    missed = np.flatnonzero((of_class == 0) & (sizes >= LEAST))
+    held[rest[np.searchsorted(classes[rest], missed)]] = True
     return held
