@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,11 @@ def test_a_page_runs(path):
     cells = code(path.read_text(), "{code-cell}")
     done = run(cells)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_pages_quote_the_same_numbers():
+    for number in tomllib.loads(Path("docs/numbers.toml").read_text())["number"]:
+        assert Path(number["source"]).exists()
+        for page in number["pages"]:
+            words = " ".join(Path(page).read_text().split())
+            assert number["phrase"] in words, f"{page} has not {number['phrase']!r}"
