@@ -1,5 +1,6 @@
 """Console scripts, and the commands that one command names for the next."""
 
+import subprocess
 import sys
 
 import pytest
@@ -54,3 +55,33 @@ def test_a_command_has_the_name_that_it_has_in_the_script(monkeypatch):
     found = {"train": ("tools.train", ""), "resume": ("vit.train", "")}
     monkeypatch.setattr(cli, "_programs", found)
     assert cli.command("train", workdir="a") == "python -m tools resume --workdir=a"
+
+
+WITHOUT_EXTRAS = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("absl", "flax", "PIL", "grain", "orbax", "tensorflow_datasets"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "sys.argv = ['performer-vit', 'train']; from vit.config import cli; cli.vit()",
+        "import vit; vit.load('runs/photos')",
+    ],
+)
+def test_without_the_extra_it_is_named(code):
+    """With the library alone: one line, or an error of import that says what to install."""
+    command = [sys.executable, "-c", WITHOUT_EXTRAS + code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "is not installed: pip install 'performer-jax[vit]'" in last
+    if "cli" in code:
+        assert done.stderr.count("\n") == 1

@@ -21,9 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["fit", "load"]
 
 
+def missing(error: ModuleNotFoundError) -> str:
+    """Return the extra that has a missing library; raise the error if it is a module of ours."""
+    if str(error.name).split(".")[0] in ("performer", "vit", "experiments"):
+        raise error
+    install = "pip install 'performer-jax[vit]', or '.[vit]' from a checkout"
+    return f"{error.name} is not installed: {install}"
+
+
 def __getattr__(name: str) -> Any:
     if name in __all__:  # imported at the first use
-        return getattr(import_module("vit.use"), name)
+        try:
+            return getattr(import_module("vit.use"), name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"vit.{name}: {missing(error)}", name=error.name) from error
     raise AttributeError(f"module 'vit' has no attribute {name!r}")
 
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from performer.choices import unknown
+from vit import missing
 
 _typed: list[str] = []
 """The console script as typed, then its program; empty without one."""
@@ -81,7 +82,10 @@ def run(script: str, found: dict[str, tuple[str, str]]) -> None:
     _programs.update(found)
     _typed[:] = [*(script.split() if is_given else [first]), name]
     sys.argv = [first, *words]
-    runpy.run_module(found[name][0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(found[name][0], run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        sys.exit(f"{script} {name}: {missing(error)}")
 
 
 def vit() -> None:
