@@ -48,10 +48,9 @@ REACH = 4
 
 ENOUGH = 8
 """Held-out examples with which their error is compared with that of others."""
-REQUIRES = dict.fromkeys(("exact_window", "exact_first"), "it requires as many queries as keys")
-REQUIRES |= dict.fromkeys(
-    ("exact_keys", "exact_rows"), "it requires attention without causality, segments and ALiBi"
-)
+SQUARE = "it requires as many queries as keys"
+UNORDERED = "it requires attention without causality, segments and ALiBi"
+REQUIRES = dict(exact_window=SQUARE, exact_first=SQUARE, exact_keys=UNORDERED, exact_rows=UNORDERED)
 
 
 class Recipe(NamedTuple):
@@ -278,7 +277,7 @@ def _refined(drawn: Drawn, layer: Layer, sample: Sample, options: Options) -> Dr
     moved = transfer(positive_estimate, w, fixed, sample, **how)
     ways = [replace(linear, frequencies=moved)]
     errors = [_errors(positive_estimate, moved, fixed, layer.held_out, is_causal)[0]]
-    if exact.window:
+    if exact.window and w is not None:
         kind: Any = dict(method=options.calibration, coupling=options.coupling)
         start, fitted = calibrated_far(w, exact, sample, is_causal=is_causal, **kind)
         far = refine_far(Far.of(START * start.of_key), fitted, exact, sample, **how)

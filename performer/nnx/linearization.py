@@ -208,7 +208,7 @@ def _attention(layer: Layer, linear: Linear, options: Options) -> PerformerAtten
         **linear.exact.options,
         rngs=nnx.Rngs(frequencies=0),
     )
-    if w is not None:
+    if attention.frequencies is not None:
         attention.frequencies[...] = w
     for name, x in attention.learned.items():
         x[...] = getattr(linear, name)

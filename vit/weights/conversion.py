@@ -119,7 +119,7 @@ def linearized(
         if not own.num_features:
             alone = [Function(window_alone(exact)) for _ in task.layers(model)]
             return Replaced(exchanged(task, model, alone))
-        sizes = exact.options | {"num_features": own.num_features} if case.is_sized else {}
+        sizes: Any = exact.options | {"num_features": own.num_features} if case.is_sized else {}
         new, heads = linearize(
             model,
             batches,

@@ -311,7 +311,7 @@ def _take_attention(trained: Source, model: Model, task: Task, config: configs.C
         old, new = (layer.attention_fn for layer in layers)
         if not (isinstance(old, PerformerAttention) and isinstance(new, PerformerAttention)):
             continue
-        if not different:
+        if not different and new.frequencies is not None and old.frequencies is not None:
             new.frequencies[...] = old.frequencies[...]
             for name, x in new.learned.items():
                 x[...] = old.learned[name][...]
