@@ -118,3 +118,26 @@ def test_task_tables(tmp_path, monkeypatch):
     assert 0 < float(rows[2]["antithetic"]) < 0.3
     assert "antithetic below independent in" in (tmp_path / "out" / "table_3.md").read_text()
     assert (tmp_path / "out" / "tasks.png").exists()
+
+
+@pytest.mark.thorough
+def test_causes_of_differences(tmp_path):
+    """Other weights of the normals, and other draws of a random graph."""
+    solid = np.array([[0.0, 0, 0], [2, 0, 0], [0, 2, 0], [0, 0, 2]])
+    faces = np.array([[0, 2, 1], [0, 1, 3], [0, 3, 2], [1, 2, 3]])
+    edges = np.array([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)])
+    path = tmp_path / "meshes" / "cylinder.npz"
+    faces, edges = (np.concatenate([x + 4 * i for i in range(5)]) for x in (faces, edges))
+    vertices = np.tile(solid, (5, 1))
+    write(path, vertices=vertices, faces=faces, edges=edges, vertex_normals=vertices - 0.5)
+    graph_tasks.normals({"cylinder": path}, 10, tmp_path / "normals")
+    rows = read_csv(tmp_path / "normals.csv")
+    assert [row["weights"] for row in rows] == ["equal", "area", "angle"]
+    assert len({row["independent"] for row in rows}) == 3
+    graph_tasks.random_graphs(10, tmp_path / "random_graphs")
+    rows = read_csv(tmp_path / "random_graphs.csv")
+    assert len(rows) == 7
+    for row in rows:
+        means = (float(row[name].split()[0]) for name in ("antithetic", "independent", "ratio"))
+        antithetic, independent, ratio = means
+        assert ratio == pytest.approx(antithetic / independent, rel=0.02)

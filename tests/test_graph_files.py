@@ -60,3 +60,13 @@ def test_a_mesh(tmp_path):
     want = weights @ np.array([[0, 0, -1], [0, -1, 0], np.ones(3) / 3**0.5])
     found = normals[int(np.argmax(vertices[:, 0]))]
     np.testing.assert_allclose(found, want / np.linalg.norm(want), rtol=1e-6)
+
+
+def test_normals_of_vertices(tmp_path):
+    """At (2, 0, 0) three faces meet: of equal weights, and of areas 2, 2 and 2 times sqrt(3)."""
+    np.savez(tmp_path / "c.npz", vertices=SOLID, faces=FACES)
+    weights = {False: [1, 1, 1], True: [1, 1, 3**0.5]}
+    for by_area, w in weights.items():
+        want = np.array(w) @ np.array([[0, 0, -1], [0, -1, 0], np.ones(3) / 3**0.5])
+        found = data.vertex_normals(tmp_path / "c.npz", by_area)
+        np.testing.assert_allclose(found[1], want / np.linalg.norm(want), atol=1e-12)

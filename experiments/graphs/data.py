@@ -86,6 +86,24 @@ def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
     return Graph.from_edges(parts["edges"], len(normals)), normals
 
 
+def vertex_normals(path: Path, by_area: bool) -> Float[np.ndarray, "v 3"]:
+    """Return the means of the unit normals of the faces around each vertex, of unit length.
+
+    Args:
+        path: that of `mesh`.
+        by_area: weigh the faces by their areas; equally otherwise.
+    """
+    parts = arrays(path, "vertices", "faces")
+    vertices, faces = parts["vertices"].astype(np.float64), parts["faces"]
+    a, b, c = np.moveaxis(vertices[faces], 1, 0)
+    of_faces = np.cross(b - a, c - a)
+    if not by_area:
+        of_faces /= np.linalg.norm(of_faces, axis=1, keepdims=True)
+    sums = np.zeros_like(vertices)
+    np.add.at(sums, faces.ravel(), np.repeat(of_faces, 3, axis=0))
+    return sums / np.linalg.norm(sums, axis=1, keepdims=True)
+
+
 def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
     """Read the graph of the faces of a mesh, adjacent by an edge, and their unit normals.
 

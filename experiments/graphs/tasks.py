@@ -21,15 +21,20 @@ the rest finds (Eq. 23), with 6 walks and sigma = 0.1; new vertices and walks in
 normals are those of the files, means of the faces' weighted by angles; the paper's are "the mean".
 A vertex that the estimate connects with no known one, one in a thousand or fewer, counts as 1.
 
+Two parts look for the causes of differences to the paper. "normals" is Table 3 with means weighted
+equally, by areas and by angles. "random_graphs" is Table 1 on seven draws of its "Larger ER".
+
 Writes table_1, table_2, table_3 (csv and md) and one figure of them all, tasks.png, to --out.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import networkx
 import numpy as np
 
 from experiments.common import harness, launch, statistics
@@ -158,6 +163,7 @@ def _batches(key: Key, trials: int) -> Iterator[tuple[Key, int]]:
     yield from zip(jax.random.split(key, len(sizes)), sizes, strict=True)
 
 
+Part = Literal["table_1", "table_2", "table_3", "normals", "random_graphs"]
 TABLES: dict[int, Callable[..., np.ndarray]] = {
     1: diffusion_errors,
     2: clustering_errors,
@@ -188,25 +194,82 @@ def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> No
     harness.show(lines, out / f"table_{number}", text=harness.verdict(rows, "{graph}"))
 
 
+def normals(paths: dict[str, Path], trials: int, out: Path) -> None:
+    """Measure Table 3 with the three weights of the faces around a vertex."""
+    problems = {}
+    for name, path in paths.items():
+        graph, by_angle = data.mesh(path)
+        equal, by_area = (data.vertex_normals(path, by_area) for by_area in (False, True))
+        for word, values in {"equal": equal, "area": by_area, "angle": by_angle}.items():
+            problems[name, word] = graph, values
+    rows = harness.sweep(
+        [
+            {"graph": name, "weights": word, "trials": trials, "coupling": coupling}
+            for name, word in problems
+            for coupling in WORDS
+        ],
+        lambda case: normal_errors(
+            jax.random.key(0), case["coupling"], trials, *problems[case["graph"], case["weights"]]
+        ),
+    )
+    printed = harness.printed(PRINTED, "table", "graph")
+    theirs = {name: printed["3", name] for name in paths}
+    harness.show(
+        [
+            line | {f"paper {word}": theirs[line["graph"]][word] for word in WORDS.values()}
+            for line in harness.wide(rows, "{coupling}")
+        ],
+        out,
+    )
+
+
+def random_graphs(trials: int, out: Path) -> None:
+    """Measure Table 1 on the first seven connected draws of its larger random graph."""
+    drawn = (networkx.gnp_random_graph(100, 0.04, seed=seed) for seed in itertools.count())
+    connected = itertools.islice(filter(networkx.is_connected, drawn), 7)
+    problems = {f"draw {i + 1}": Graph.from_networkx(of) for i, of in enumerate(connected)}
+    cases = harness.cases(graph=problems, trials=[trials], coupling=WORDS)
+    rows = harness.sweep(
+        cases,
+        lambda case: diffusion_errors(
+            jax.random.key(0), case["coupling"], trials, problems[case["graph"]]
+        ),
+    )
+    lines = harness.wide(rows, "{coupling}")
+    ratios = harness.wide(harness.relative(rows, "{graph}"), "{coupling}", y="ratio")
+    harness.show([a | {"ratio": b["antithetic"]} for a, b in zip(lines, ratios, strict=True)], out)
+
+
 def main(
     data_dir: Path | None = None,
     graphs: Sequence[str] = (),
-    parts: Sequence[Literal["table_1", "table_2", "table_3"]] = ("table_1", "table_2", "table_3"),
+    parts: Sequence[Part] = ("table_1", "table_2", "table_3"),
     trials: int = 1000,
     out: Path = Path("results/graphs/tasks"),
 ) -> None:
-    """Print the tables."""
+    """Print the tables.
+
+    Args:
+        parts: tables of the paper; "normals" (with data_dir) and "random_graphs" are not in it.
+    """
     problems: dict[int, dict[str, tuple]] = {
         number: {name: (graph,) for name, graph in data.chosen(graphs, names, data_dir).items()}
         for number, names in GRAPHS.items()
     }
+    paths = {}
     if data_dir:
         paths = {name: data_dir / "meshes" / f"{name}.npz" for name in MESHES}
         problems[3] = {name: data.mesh(path) for name, path in paths.items()}
+    if "random_graphs" in parts:
+        random_graphs(trials, out / "random_graphs")
+    if data_dir and "normals" in parts:
+        normals(paths, trials, out / "normals")
     for number, instances in problems.items():
         if f"table_{number}" in parts:
             table(number, instances, trials, out)
     tables = [name for name in TITLES if (out / f"{name}.csv").exists()]
+    if not tables:
+        return
     options: Any = FIGURES["tasks"] | {"tables": tables}
     harness.figure(out / "tasks", **options)
 
