@@ -20,7 +20,7 @@ def splits():
     x = rng.normal(size=(80, 4)) * [1, 5, 0.1, 2]
     y = np.sin(x[:, 0]) + 0.1 * rng.normal(size=80)
     table = tabular.Table("toy", x, y)
-    return tabular.folds(table, 4, 30)
+    return tabular.folds(table, 4, 30, np.random.default_rng(0).permutation(60))
 
 
 def test_performer_lengthscale_is_the_mean_distance(splits):
@@ -28,6 +28,46 @@ def test_performer_lengthscale_is_the_mean_distance(splits):
     x = splits.train_x[0]
     want = 2 * np.mean([np.linalg.norm(a - b) for a in x for b in x])
     assert uci.performer_lengthscale(x) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    ("count", "first"),
+    [
+        (512, [279, 75, 177, 503, 29, 227, 376, 446, 94, 334]),
+        (1024, [813, 820, 279, 1022, 75, 596, 177, 503, 29, 227]),
+    ],
+)
+def test_row_order_is_that_of_tensorflow(count, first):
+    """Printed by TensorFlow 2.21 and TensorFlow Probability 0.25 for the seed of the VRC code."""
+    order = uci.row_order(count)
+    assert order[:10].tolist() == first
+    assert sorted(order) == list(range(count))
+    assert uci.row_order(count, 1).tolist() != order.tolist()
+
+
+@pytest.mark.parametrize("points", [uci.halton, uci.sobol])
+def test_shifted_points_are_normal(points):
+    """Each row is N(0, I): means over 2,000 draws are within 4.5 standard errors (1 in 3,000)."""
+    keys = jax.random.split(jax.random.key(0), 2000)
+    w = np.asarray(jax.jit(jax.vmap(lambda key: points(key, 5, 3)))(keys))
+    assert w.shape == (2000, 5, 3)
+    assert np.abs(w.mean(axis=0)).max() < 4.5 / 2000**0.5
+    assert np.abs((w**2).mean(axis=0) - 1).max() < 4.5 * (2 / 2000) ** 0.5
+
+
+def test_scales_are_fixed_for_laplace_features_at_m_d_alone(splits):
+    fixed = [uci.fixes_lengthscale(scheme, k) for scheme in uci.SCHEMES for k in (1, 8)]
+    assert fixed == [False, False, True, False]
+    length = uci.hyperparameters("toy", splits, True).lengthscale
+    np.testing.assert_allclose(length, [uci.performer_lengthscale(x) for x in splits.train_x])
+    free = uci.hyperparameters("toy", splits, False)
+    assert np.abs(np.log(free.lengthscale / length)).min() > 0.1
+
+
+def test_printed_errors_of_table_4_are_halved():
+    assert uci.printed("KL, m = d", "Fourier", "iid", "airfoil") == (0.357, 0.025)
+    assert uci.printed("KL, m = 8d", "Fourier", "iid", "airfoil") == (0.017, 0.002)
+    assert uci.printed("KL, m = d", "Fourier", "sobol", "airfoil") is None
 
 
 def test_ratio():
@@ -51,6 +91,14 @@ def test_gp_tables(splits, tmp_path, monkeypatch):
     assert by_name["exact"]["RMSE"] < by_name["orthogonal"]["RMSE"] < by_name["iid"]["RMSE"]
     assert by_name["orthogonal"]["KL"] > by_name["exact"]["KL"] == 0
     assert by_name["linear"]["KL"] == by_name["linear"]["kernel ratio"] == ""
+    other = [row | {"mean": row["mean"] + 2} for row in rows]
+    lines = [x for x in uci_gp.spread(rows, [rows, other]) if x["quantity"] == "NLL"]
+    assert [x["coupling"] for x in lines] == [*SMALL.couplings, "exact"]
+    for line in lines:
+        mean = by_name[line["coupling"]]["NLL"]
+        assert line["authors' order"] == line["lowest"] == pytest.approx(mean)
+        assert line["other orders"] == pytest.approx(mean + 1)
+        assert line["standard deviation"] == pytest.approx(2**0.5)
     assert by_name["iid"]["kernel ratio"] == 1 > by_name["orthogonal"]["kernel ratio"]
     assert [row["quantity"] for row in differences] == list(uci_gp.QUANTITIES)
     difference = by_name["+ pnc"]["NLL"] - by_name["orthogonal"]["NLL"]

@@ -55,7 +55,11 @@ def of_scheme(
 ) -> tuple[list[dict], np.ndarray]:
     """Learn the copula for one kind of features; return rows and training losses."""
     splits = tabular.Split(*(part[:1] for part in splits))
-    lengthscale = float(np.asarray(uci.hyperparameters(name, scheme, splits).lengthscale)[0])
+    lengthscale = float(
+        np.asarray(uci.hyperparameters(name, splits, uci.fixes_lengthscale(scheme, 1)).lengthscale)[
+            0
+        ]
+    )
     points = (jnp.asarray(x[0], jnp.float32) for x in (splits.train_x, splits.test_x))
     rmse = partial(copula.kernel_rmse, lengthscale=lengthscale)
     train, test = (rmse(x, scheme.kernel.feature_map) for x in points)
@@ -109,7 +113,7 @@ def curve(rows: list[harness.Row], losses: np.ndarray) -> list[harness.Row]:
 def main(
     data_dir: Path | None = None,
     data_sets: Sequence[str] = (),
-    points: int = 512,
+    points: int = 256,
     steps: int = 1000,
     draws: int = 1000,
     out: Path = Path("results/tabular/copula"),

@@ -3,6 +3,8 @@
     python -m experiments.tabular.gp --data_dir=DIR --data_sets=boston_housing,power_plant
     python -m experiments.tabular.gp                      # the sets that come with scikit-learn
 
+With the environment variable OPENBLAS_NUM_THREADS=1 it is up to ten times faster.
+
 With k d Fourier (2 k d Laplace) frequencies, k = 1 and 8, on the splits and with the scales of
 `experiments.tabular.uci`, in the units of the targets:
 
@@ -10,18 +12,22 @@ With k d Fourier (2 k d Laplace) frequencies, k = 1 and 8, on the splits and wit
                   kernel ratio is its mean over that of iid frequencies (Table 1)
     KL            KL(exact || approximate) of the predictive laws of the test values, over their
                   number: the order and the scale that the paper's figures have
-    RMSE          of the predictive mean
+    RMSE          of the predictive mean; the RMSE ratio is its mean over that of iid frequencies
     NLL           negative log density of all test values, over their number
 
-Values are means over splits of means over draws, ± two standard errors over the splits (of the
-kernel ratio one, as in the paper). What the
-couplings themselves change is far smaller than what the splits do. It is tested by the paired
-differences between "+ pnc" and "orthogonal", split by split: t-tests under Holm's correction over
-the cases of a quantity, and intervals where they are not significant.
+gp.csv has means over splits of means over draws, ± one standard error over the splits, beside the
+paper's values. These errors are too small: in nearly all splits the training points are the same.
+permutations.csv therefore has the same means for other orders of the rows, and their standard
+deviation, which is the error of one order.
+
+What the couplings themselves change is far smaller than what the splits do. It is tested by the
+paired differences between "+ pnc" and "orthogonal", split by split: t-tests under Holm's correction
+over the cases of a quantity, and intervals where they are not significant (differences.csv). The
+same caution holds: they are for these training points.
 "exact" is the exact Gaussian process, "linear" ridge regression on the inputs.
 
 Fig. 1 (--figure=NAME, power_plant by default if it is there): one split, m from d to 32 d, and the
-KL of the priors besides. Writes gp, differences and figure_1 (csv, md, png) to --out.
+KL of the priors besides. Writes gp, permutations, differences and figure_1 (csv, md, png) to --out.
 """
 
 import itertools
@@ -45,6 +51,8 @@ SIZES = (1, 2, 4, 8, 16, 32)
 SCORES = ("kernel RMSE", "KL", "RMSE", "NLL", "prior KL")
 """The last axis of scores."""
 QUANTITIES = SCORES[:4]
+COLUMNS = ("kernel ratio", "kernel RMSE", "KL", "RMSE", "RMSE ratio", "NLL")
+"""Quantities of gp.csv, those of the paper."""
 CASE = "{data set}, {features}, m = {m}"
 FIGURES: harness.Figures = {
     "figure_1": dict(x="m", y={score: score for score in SCORES}, across=3, log="xy")
@@ -61,9 +69,9 @@ class Split(NamedTuple):
     scales: gp.Scales
 
 
-def split_of(name: str, scheme: uci.Scheme, splits: tabular.Split) -> Split:
+def split_of(name: str, splits: tabular.Split, fixed_lengthscale: bool = False) -> Split:
     """Return all splits, stacked, with their scales."""
-    scales = uci.hyperparameters(name, scheme, splits)
+    scales = uci.hyperparameters(name, splits, fixed_lengthscale)
     return Split(*(jnp.asarray(part) for part in splits[:4]), scales)  # pyright: ignore
 
 
@@ -119,21 +127,28 @@ def scored(stacked: Split, frequencies: jax.Array, kernel: kernels.Kernel) -> ja
     return jax.lax.map(of_split, (stacked, frequencies))
 
 
+@partial(jax.jit, static_argnames=("kernel", "coupling", "multiple", "m", "d"))
+def ensembles(keys: jax.Array, *, kernel: Any, coupling: Any, multiple: int, m: int, d: int):
+    """Return `multiple` independent ensembles of m frequencies for each key of (s, draws)."""
+
+    def draw(key):
+        drawn = partial(
+            kernels.frequencies, kernel=kernel, num_features=m, dim=d, coupling=coupling
+        )
+        return jax.vmap(drawn)(jax.random.split(key, multiple)).reshape(-1, d)
+
+    return jax.lax.map(jax.vmap(draw), keys)
+
+
 def measured(
     scheme: uci.Scheme, coupling: str, multiple: int, stacked: Split, scale: np.ndarray, draws: int
 ) -> np.ndarray:
     """Return scores by split and draw, (s, draws, scores), in the units of the targets."""
-    d, kernel, chosen = stacked.x.shape[-1], scheme.kernel, scheme.couplings[coupling]
-
-    def draw(key):
-        """Independent ensembles of k d frequencies, k = 1 or 2: `multiple` of them."""
-        keys = jax.random.split(key, multiple)
-        m = scheme.per_dimension * d
-        return jax.vmap(lambda key: kernels.frequencies(key, kernel, m, d, chosen))(keys)
-
-    keys = uci.split_keys(len(scale), draws)
-    frequencies = jax.jit(partial(jax.lax.map, jax.vmap(draw)))(keys).reshape(*keys.shape, -1, d)
-    return in_units(scored(stacked, frequencies, kernel), scale)
+    d = stacked.x.shape[-1]
+    options: Any = dict(kernel=scheme.kernel, coupling=scheme.couplings[coupling])
+    options |= dict(multiple=multiple, m=scheme.per_dimension * d, d=d)
+    frequencies = ensembles(uci.split_keys(len(scale), draws), **options)
+    return in_units(scored(stacked, frequencies, scheme.kernel), scale)
 
 
 def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -144,10 +159,15 @@ def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
     return found
 
 
+@jax.jit
+def exact_scores(stacked: Split) -> jax.Array:
+    """Return RMSE and NLL of the exact Gaussian process, (s, 2)."""
+    return jax.lax.map(lambda split: jnp.stack(law_scores(exact(split), split)), stacked)
+
+
 def baselines(splits: tabular.Split, stacked: Split) -> dict[str, np.ndarray]:
     """Return the exact Gaussian process and ridge regression, (s, scores)."""
-    of_split = partial(jax.lax.map, lambda split: jnp.stack(law_scores(exact(split), split)))
-    laws = jax.jit(of_split)(stacked)
+    laws = exact_scores(stacked)
     linear = [
         RidgeCV(np.logspace(-3, 3, 13)).fit(x, y).predict(test_x) - test_y
         for x, y, test_x, test_y in zip(*splits[:4], strict=True)
@@ -160,46 +180,67 @@ def baselines(splits: tabular.Split, stacked: Split) -> dict[str, np.ndarray]:
 
 def rows_of(name: str, splits: tabular.Split, draws: int) -> list[harness.Row]:
     """Return a row for each scheme, m, coupling and quantity: its values by split."""
-    rows = []
-    for scheme in uci.SCHEMES:
-        stacked = split_of(name, scheme, splits)
-        references = baselines(splits, stacked)
-        for multiple in MULTIPLES:
-            means = {
-                coupling: measured(scheme, coupling, multiple, stacked, splits.scale, draws).mean(1)
-                for coupling in scheme.couplings
-            }
-            m = "d" if multiple == 1 else f"{multiple}d"
-            case = {"data set": name, "d": stacked.x.shape[-1], "features": scheme.name, "m": m}
-            for coupling, values in (means | references).items():
-                chosen = values[:, : len(QUANTITIES)]
-                own = case | {"coupling": coupling}
-                rows += harness.rows_of(own, chosen, quantity=QUANTITIES)
-            print(*case.values(), flush=True)
+    rows, fits = [], {fixed: split_of(name, splits, fixed) for fixed in (False, True)}
+    for scheme, multiple in itertools.product(uci.SCHEMES, MULTIPLES):
+        stacked = fits[uci.fixes_lengthscale(scheme, multiple)]
+        means = {
+            coupling: measured(scheme, coupling, multiple, stacked, splits.scale, draws).mean(1)
+            for coupling in scheme.couplings
+        }
+        m = "d" if multiple == 1 else f"{multiple}d"
+        case = {"data set": name, "d": stacked.x.shape[-1], "features": scheme.name, "m": m}
+        for coupling, values in (means | baselines(splits, stacked)).items():
+            chosen = values[:, : len(QUANTITIES)]
+            own = case | {"coupling": coupling}
+            rows += harness.rows_of(own, chosen, quantity=QUANTITIES)
+        print(*case.values(), flush=True)
     return rows
 
 
-def table(rows: Sequence[harness.Row]) -> list[harness.Row]:
-    """Return a line for each coupling: mean, two standard errors and the paper's values."""
-    ratios = harness.relative([row for row in rows if row["quantity"] == "kernel RMSE"], CASE)
-    ratios = [
-        row | {"quantity": "kernel ratio", "mean": row["ratio"], "±": row["ratio ±"] / 2}
-        for row in ratios
-        if row["coupling"] not in ("exact", "linear")
+def ratios(rows: Sequence[harness.Row], quantity: str) -> list[harness.Row]:
+    """Return the means of a quantity over that of iid frequencies, as rows of their own."""
+    chosen = [row for row in rows if row["quantity"] == quantity and row["coupling"] in uci.PAPER]
+    word = quantity.replace("kernel RMSE", "kernel") + " ratio"
+    return [
+        row | {"quantity": word, "mean": row["ratio"], "±": row["ratio ±"]}
+        for row in harness.relative(chosen, CASE)
     ]
+
+
+def with_ratios(rows: Sequence[harness.Row]) -> list[harness.Row]:
+    """Return the rows, and those of the two ratios of the paper."""
+    return [*rows, *ratios(rows, "kernel RMSE"), *ratios(rows, "RMSE")]
+
+
+def table(rows: Sequence[harness.Row]) -> list[harness.Row]:
+    """Return a line for each coupling: mean, standard error and the paper's values."""
     lines = []
-    for group in harness.grouped([*ratios, *rows], CASE + ": {coupling}").values():
+    for group in harness.grouped(with_ratios(rows), CASE + ": {coupling}").values():
         line = {k: group[0][k] for k in ("data set", "d", "features", "m", "coupling")}
         name, _, features, m, coupling = line.values()
-        line |= dict.fromkeys(("kernel ratio", "kernel ratio ±", "kernel ratio, paper"), "")
-        for row in group:
-            quantity, empty = row["quantity"], np.isnan(row["mean"])
-            line[quantity] = "" if empty else row["mean"]
-            line[f"{quantity} ±"] = "" if empty else 2 * row["±"]
-            names = f"{quantity}, m = {m}", features, coupling, name
-            line[f"{quantity}, paper"] = uci.printed(*names)
+        measured = {row["quantity"]: row for row in group}
+        for quantity in COLUMNS:
+            mean, error = (measured.get(quantity, {}).get(k, np.nan) for k in ("mean", "±"))
+            line |= {quantity: "" if np.isnan(mean) else mean}
+            line |= {f"{quantity} ±": "" if np.isnan(mean) else error}
+            known = uci.printed(f"{quantity}, m = {m}", features, coupling, name)
+            line |= zip(
+                (f"{quantity}, paper", f"{quantity}, paper ±"), known or ("", ""), strict=True
+            )
         lines.append(line)
     return lines
+
+
+def spread(first: Sequence[harness.Row], others: Sequence[Sequence[harness.Row]]) -> list[dict]:
+    """Return a line for each quantity of each coupling: its mean for each order of the rows."""
+    lines = []
+    for row, *same in zip(with_ratios(first), *map(with_ratios, others), strict=True):
+        means = np.array([one["mean"] for one in same])
+        line = {k: row[k] for k in ("data set", "features", "m", "coupling", "quantity")}
+        line |= {"authors' order": row["mean"], "other orders": means.mean()}
+        line |= {"standard deviation": means.std(ddof=1)}
+        lines.append(line | {"lowest": means.min(), "highest": means.max()})
+    return [line for line in lines if np.isfinite(line["other orders"])]
 
 
 def differences(rows: Sequence[harness.Row]) -> tuple[list[harness.Row], str]:
@@ -218,7 +259,7 @@ def differences(rows: Sequence[harness.Row]) -> tuple[list[harness.Row], str]:
 def figure_1(name: str, splits: tabular.Split, draws: int, out: Path) -> None:
     """Measure scores against m on the first split, Fourier features."""
     scheme, first = uci.SCHEMES[0], tabular.Split(*(part[:1] for part in splits))
-    stacked, rows = split_of(name, scheme, first), []
+    stacked, rows = split_of(name, first), []
     for coupling, size in itertools.product(scheme.couplings, SIZES):
         by_draw = measured(scheme, coupling, size, stacked, first.scale, draws)
         row: harness.Row = {"coupling": coupling, "m": size * stacked.x.shape[-1]}
@@ -235,27 +276,37 @@ def main(
     data_dir: Path | None = None,
     data_sets: Sequence[str] = (),
     splits: int = 20,
-    points: int = 512,
-    draws: int = 10,
+    points: int = 256,
+    draws: int = 100,
+    permutations: int = 5,
     figure: str = "",
     out: Path = Path("results/tabular/gp"),
 ) -> None:
     """Print the tables.
 
     Args:
+        draws: in each split; a fifth of them with other orders.
+        permutations: number of other orders of the rows; 0 to leave permutations.csv out.
         figure: the data set of Fig. 1; power_plant if it is among them.
     """
-    parts = dict(uci.tables(data_sets, data_dir, splits, points))
+    read = partial(uci.tables, data_sets, data_dir, splits, points)
+    parts = dict(read())
     figure = figure or ("power_plant" if "power_plant" in parts else "")
     with jax.enable_x64(True):  # posteriors are differences of near-equal matrices
-        rows = [row for name, of_name in parts.items() for row in rows_of(name, of_name, draws)]
+        counts = [draws, *[max(draws // 5, 2)] * permutations]
+        rows, *others = (
+            [row for name, of_name in read(number) for row in rows_of(name, of_name, count)]
+            for number, count in enumerate(counts)
+        )
         harness.show(table(rows), out / "gp")
+        if len(others) > 1:
+            harness.show(spread(rows, others), out / "permutations")
         if figure:
-            figure_1(figure, parts[figure], 5 * draws, out / "figure_1")
+            figure_1(figure, parts[figure], draws, out / "figure_1")
     apart, said = differences(rows)
     harness.show(apart, out / "differences", text=said)
 
 
 if __name__ == "__main__":
     quick = {"data_sets": ("diabetes",), "figure": "diabetes", "splits": 2}
-    launch.run(main, quick=quick | {"points": 32, "draws": 2})
+    launch.run(main, quick=quick | {"points": 32, "draws": 2, "permutations": 2})
