@@ -48,6 +48,7 @@ ELSEWHERE = {
     "--workdir=RUN": "stands in imagenet.md with the name of a run",
     "--weights=B_16.npz": "a published file: test_pretrained.py",
     "experiments.figures": "draws all committed figures: test_results.py",
+    "experiments.verdicts": "writes the pages: test_verdicts.py",
 }
 """Words of commands that do not run here, and where they are tested."""
 

@@ -19,14 +19,15 @@ To a linear model (figure_2) half of the reflected arc-cosine features bring lit
 1 - step(u), and max(-u, 0) = max(u, 0) - u.
 
 Differences to the paper. Columns of tables are standardised and pixels scaled to [0, 1]; the paper
-gives neither. Fashion-MNIST and digits stand for MNIST and USPS, points N(0, I) of the same
-d for CIFAR100 and LEUKEMIA. There H and Gort are left out besides QMC and GQ (a Haar matrix takes
-O(d^3); normal_7129 needs 11 GB without); --methods adds them. --data_sets also accepts any csv file
-of the folder. The paper's Table 2 has 10 to 500 runs; here 2 to 500 (`RUNS`, or
---runs). All n of a run come from one draw, by its first points, and all runs have the same data. B
-and H keep a negative constant (`performer.quadrature`); the paper's rule is "B rejected". SVMs have
-the squared loss and C = 1, on centred features of mean squared length 1 of at most 1,000 training
-rows; the paper gives no settings.
+gives neither. Of USPS the training images are read, of MNIST the test images. Fashion-MNIST and
+digits are further pictures. Points N(0, I) of the same d stand for CIFAR100 and LEUKEMIA. There H
+and Gort are left out besides QMC and GQ (a Haar matrix takes O(d^3); normal_7129 needs 11 GB
+without); --methods adds them. --data_sets also accepts any csv file of the folder. The paper's
+Table 2 has 10 to 500 runs; here 2 to 500 (`RUNS`, or --runs). All n of a run come from one draw, by
+its first points, and all runs have the same data. B and H keep a negative constant
+(`performer.quadrature`); the paper's rule is "B rejected". SVMs have the squared loss and C = 1, on
+centred features of mean squared length 1 of at most 1,000 training rows; the paper gives no
+settings.
 
 Tables (csv, md) and figures (png) go to --out.
 """
@@ -62,9 +63,13 @@ BATCH, LARGE = 256, 512
 SAMPLES = {"normal_3072": 50, "normal_7129": 10}
 """Points in Fig. 1 as in Table 2, which has 550 of the other sets."""
 RUNS = dict.fromkeys(("power_plant", "letter", "digits"), 500)
-RUNS |= {"fashion_mnist": 10, "normal_3072": 3, "normal_7129": 2}
+RUNS |= {"mnist": 10, "fashion_mnist": 10, "normal_3072": 3, "normal_7129": 2}
 """Draws in Fig. 1; 50 of the other sets."""
-IN_FOLDER = ("power_plant", "letter", "digits", "fashion_mnist", *SAMPLES)
+IMAGES = {"fashion_mnist": "train", "mnist": "t10k"}
+"""Folders of IDX files, and the part of them that is read."""
+PIXELS = ("usps",)
+"""csv files of pixels, from 0 to 1."""
+IN_FOLDER = ("power_plant", "letter", "usps", "mnist", "digits", "fashion_mnist", *SAMPLES)
 BUNDLED = ("diabetes", "digits", *SAMPLES)
 LARGE_METHODS = ("G", "ROM", "B", "B rejected")
 """Methods in Fig. 1 on these random points."""
@@ -139,15 +144,16 @@ def load(name: str, data_dir: Path | None) -> Data:
     if name == "digits":
         x, y = datasets.load_digits(return_X_y=True)
         x = x / 16
-    elif name == "fashion_mnist" and data_dir:
-        paths = (data_dir / name / f"train-{x}-ubyte.gz" for x in ("images-idx3", "labels-idx1"))
+    elif name in IMAGES and data_dir:
+        part = IMAGES[name]
+        paths = (data_dir / name / f"{part}-{x}-ubyte.gz" for x in ("images-idx3", "labels-idx1"))
         x, y = (read_idx(path, 3 - 2 * i) for i, path in enumerate(paths))
         x, y = x.reshape(len(x), -1) / 255, y.astype(int)
     else:
         classes = bool(data_dir and (data_dir / "uci_classification" / f"{name}.csv").exists())
         table = tabular.load(name, "classification" if classes else "regression", data_dir)
         x, y = ((z - z.mean(axis=0)) / z.std(axis=0) for z in (table.x, table.y))
-        y = table.y if classes else y
+        x, y = table.x if name in PIXELS else x, table.y if classes else y
     order = rng.permutation(len(x))
     return Data(name, x[order].astype(np.float32), y[order])
 
