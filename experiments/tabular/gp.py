@@ -290,17 +290,18 @@ def main(
         figure: the data set of Fig. 1; power_plant if it is among them.
     """
     read = partial(uci.tables, data_sets, data_dir, splits, points)
-    parts = dict(read())
+    parts, *others = (dict(read(number)) for number in range(permutations + 1))
     figure = figure or ("power_plant" if "power_plant" in parts else "")
+    rows, moved = [], [[] for _ in others]
     with jax.enable_x64(True):  # posteriors are differences of near-equal matrices
-        counts = [draws, *[max(draws // 5, 2)] * permutations]
-        rows, *others = (
-            [row for name, of_name in read(number) for row in rows_of(name, of_name, count)]
-            for number, count in enumerate(counts)
-        )
+        for name in parts:
+            rows += rows_of(name, parts[name], draws)
+            for own, other in zip(moved, others, strict=True):
+                own += rows_of(name, other[name], max(draws // 5, 2))
+            jax.clear_caches()  # programs of six sets together exceed a process's memory maps
         harness.show(table(rows), out / "gp")
-        if len(others) > 1:
-            harness.show(spread(rows, others), out / "permutations")
+        if len(moved) > 1:
+            harness.show(spread(rows, moved), out / "permutations")
         if figure:
             figure_1(figure, parts[figure], draws, out / "figure_1")
     apart, said = differences(rows)
