@@ -34,7 +34,7 @@ def test_every_item_has_its_reason():
 
 
 def test_close_counts_two_joint_errors_and_the_rounding():
-    assert verdicts.close(1.0, 0.03, 1.1, 0.04, 0.0)
+    assert verdicts.close(1.0, 0.03, 1.099, 0.04, 0.0)
     assert not verdicts.close(1.0, 0.03, 1.101, 0.04, 0.0)
     assert verdicts.close(1.0, 0.03, 1.1049, 0.04, 0.01)
 
