@@ -98,6 +98,10 @@ class Options:
             return REFINED if self.refine_steps else TOLERANCE
         return math.inf if self.tolerance is None else self.tolerance
 
+    def meets(self, error: float) -> bool:
+        """True if a layer with this error is replaced; never for NaN, unless sizes are given."""
+        return self.limit == math.inf or error <= self.limit
+
     def recipes(self, layer: Layer) -> list[Recipe]:
         """Return the recipes to try for a layer, the cheapest first."""
         h, (t, s), exact = layer.head_dim, layer.lengths, layer.supported(self.exact or NOT_EXACT)
@@ -140,7 +144,9 @@ class Options:
         if exact.first and not exact.window:
             raise ValueError(f"exact_first={exact.first} requires exact_window > 0")
         if own.num_features == 0 and not exact.window:
-            raise ValueError("num_features=0 attends to a window alone: give an exact_window, too")
+            raise ValueError(
+                "num_features=0 attends to a window alone: it requires exact_window > 0"
+            )
         if hasattr(batches, "shape"):
             raise ValueError(
                 "batches must be a list of batches, and this is one array of shape"
@@ -192,7 +198,7 @@ def replacements(
     for i, (_, numbers) in attention.items():
         largest[layers[i].place] = max(mean(numbers), largest.get(layers[i].place, 0.0))
     ordered = sorted(largest, key=lambda x: -largest[x])
-    kept = [x for i, x in enumerate(ordered) if i < options.keep or largest[x] > options.limit]
+    kept = [x for i, x in enumerate(ordered) if i < options.keep or not options.meets(largest[x])]
     new = {i: x for i, (x, _) in attention.items() if layers[i].place not in kept}
     rows, remarks = [], []
     for i, (linear, numbers) in attention.items():
@@ -233,7 +239,7 @@ def _of_place(
             show(f"{own[0][1].path}: {recipe}: error {before:.3g}, refined {worst:.3g}")
         if not best or worst < least:
             best, least = drawn, worst
-        if worst <= options.limit:
+        if options.meets(worst):
             break
     return best
 
@@ -292,30 +298,30 @@ def _remarks(
     layer: Layer, linear: Linear, errors: HeadErrors, options: Options, is_new: bool
 ) -> list[str]:
     """Return what the user should know about a layer."""
-    found, error, exact = [], mean(errors), linear.exact
-    if not is_new and error > options.limit:
-        found.append(f"stays exact: its error is {error:.2g}, the tolerance {options.limit:g}")
+    remarks, error, exact = [], mean(errors), linear.exact
+    if not is_new and not options.meets(error):
+        remarks.append(f"stays exact: its error is {error:.2g}, the tolerance {options.limit:g}")
     for name, number in (options.exact or NOT_EXACT).options.items():
         if number and not exact.options[name] and options.tolerance is None:
-            found.append(f"has no {name}={number}: {REQUIRES[name]}")
+            remarks.append(f"has no {name}={number}: {REQUIRES[name]}")
     if (
         is_new
         and layer.is_causal
         and not exact.window
         and error > mean(errors, "uniform attention")
     ):
-        found.append(
+        remarks.append(
             f"is worse than uniform attention ({error:.2g}): causal layers need a window, for"
             " example exact_window=32, exact_first=1"
         )
     if is_new and len(layer.held_out.query) >= ENOUGH:
         seen = mean(head_errors(layer.fitted, linear, layer.is_causal))
         if error - seen > max(3 * mean(errors, "standard error"), 0.01):
-            found.append(
+            remarks.append(
                 f"has the error {error:.2g} on held-out examples and {seen:.2g} on those fitted:"
                 " give more batches, or fewer refine_steps"
             )
-    return [f"{layer.path} {text}" for text in found]
+    return [f"{layer.path} {text}" for text in remarks]
 
 
 def _print(line: str) -> None:
