@@ -87,12 +87,14 @@ class Sample(NamedTuple):
         As in `performer_attention` packed sequences form chunks one after another, in the order of
         their numbers, and each has its own first keys.
         """
-        query, key = (jnp.arange(x.shape[1])[None] for x in self[:2])
+        query, key = (jnp.arange(x.shape[1], dtype=jnp.int32)[None] for x in self[:2])
         of_segment = key
         if self.segments is not None:
             same = self.segments[:, :, None] == self.segments[:, None]
-            of_segment = jnp.sum(same & jnp.tri(same.shape[1], k=-1, dtype=bool), axis=-1)
-            query = key = jnp.argsort(jnp.argsort(self.segments, stable=True))
+            earlier = same & jnp.tri(same.shape[1], k=-1, dtype=bool)
+            of_segment = jnp.sum(earlier, axis=-1, dtype=jnp.int32)
+            order = jnp.argsort(jnp.argsort(self.segments, stable=True))
+            query = key = order.astype(jnp.int32)
         return is_near(query, key, of_segment, exact)[:, None]
 
 
@@ -292,9 +294,10 @@ def _rows(
     features_alone = jax.lax.stop_gradient(jnp.where(exists, log_kernel, -jnp.inf))
     weights = jnp.sum(jax.nn.softmax(features_alone, where=exists), axis=2)
     weights = jnp.sum(weights.reshape(b, heads, -1, s), axis=2)
-    rank = jnp.argsort(jnp.argsort(-weights, axis=-1), axis=-1)
+    rank = jnp.argsort(jnp.argsort(-weights, axis=-1), axis=-1).astype(jnp.int32)
     is_heavy = jnp.repeat(rank < exact.keys, n // heads, axis=1)[:, :, None]
-    near = sample.near(exact) | is_heavy | (jnp.arange(t) < exact.rows)[:, None]
+    is_row = (jnp.arange(t, dtype=jnp.int32) < exact.rows)[:, None]
+    near = sample.near(exact) | is_heavy | is_row
     logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
     logits = jnp.where(pairs, jnp.where(near, logits, log_kernel), -jnp.inf)
     return jax.nn.softmax(logits, where=pairs)
