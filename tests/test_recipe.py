@@ -58,10 +58,10 @@ def test_my_images_reads_the_data_set(photos):
     derived = config.bundled(f"my_images:{photos}/data/photos")
     config.validate(derived)
     assert derived.overridden({}) == config.with_values(
-        recipe.for_images(11, 2, 96, 3),
+        recipe.for_images(10, 2, 96, 3),
         {"data.name": "photos", "data.dir": f"{photos}/data", "data.eval_split": "validation"},
     )
-    assert (len(data.load(derived.data).train), derived.model.variant) == (11, "XS/8")
+    assert (len(data.load(derived.data).train), derived.model.variant) == (10, "XS/8")
 
 
 @pytest.mark.parametrize(
