@@ -107,7 +107,9 @@ class Report:
         lines = [f"{'layer':{width}} {'attention':9} {' '.join(shown.values())}"]
         for path in self.layer_errors():
             rows = [row for row in self.rows if row["path"] == path]
-            means = (f"{np.mean([r[x] for r in rows]):{len(y)}.3g}" for x, y in shown.items())
+            numbers = {x: np.mean([row[x] for row in rows]) for x in shown}
+            texts = {x: f"{y:.3g}" if y < 1000 else f"{y:,.0f}" for x, y in numbers.items()}
+            means = (f"{texts[x]:>{len(head)}}" for x, head in shown.items())
             lines.append(f"{path:{width}} {rows[0]['attention']:9} {' '.join(means)}")
         lines = lines if self.rows else []
         if self.linear:
