@@ -224,16 +224,30 @@ def _of_place(
 ) -> list[Drawn]:
     """The layers of a place by the cheapest recipe within the limit, else by the best one.
 
-    The first query is exact where its row is not within the limit, as a class token's often is.
+    The first query is exact where its row is not within the limit, as a class token's often is. If
+    the dearest recipe is hopeless no other is tried.
     """
     sample, best, least = cache(lambda i: examples(own[i][1])), [], math.inf
-    for recipe in options.recipes(own[0][1]):
-        drawn = [_calibrated(key, layer, recipe, options) for key, layer in own]
-        if not options.sized and any(x.first_row > options.limit for x in drawn):
-            recipe = Recipe(recipe.num_features, own[0][1].supported(recipe.exact._replace(rows=1)))
-            drawn = [_calibrated(key, layer, recipe, options) for key, layer in own]
+
+    def calibrated(recipe: Recipe) -> list[Drawn]:
+        return [_calibrated(key, layer, recipe, options) for key, layer in own]
+
+    def with_first_row(recipe: Recipe) -> Recipe:
+        exact = recipe.exact._replace(rows=max(recipe.exact.rows, int(not options.sized)))
+        return recipe._replace(exact=own[0][1].supported(exact))
+
+    *_, dearest = ladder = options.recipes(own[0][1])
+    hopeless = options.limit * (REACH if options.refine_steps else 1)
+    if len(ladder) > 1:
+        drawn = calibrated(with_first_row(dearest))
+        if not max(x.error for x in drawn) <= hopeless:
+            return drawn
+    for recipe in ladder:
+        drawn = calibrated(recipe)
+        if any(x.first_row > options.limit for x in drawn) and not options.sized:
+            drawn = calibrated(recipe := with_first_row(recipe))
         worst = before = max(x.error for x in drawn)
-        if options.refine_steps and recipe.num_features and worst <= REACH * options.limit:
+        if options.refine_steps and recipe.num_features and worst <= hopeless:
             drawn = [_refined(x, own[i][1], sample(i), options) for i, x in enumerate(drawn)]
             worst = max(x.error for x in drawn)
             show(f"{own[0][1].path}: {recipe}: error {before:.3g}, refined {worst:.3g}")
