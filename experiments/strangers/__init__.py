@@ -1,0 +1,1 @@
+"""Trained models of public repositories, linearized: `python -m experiments.strangers`."""

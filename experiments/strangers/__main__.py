@@ -1,0 +1,130 @@
+"""Linearize a trained model of a public repository, and measure what is kept.
+
+    python -m experiments.strangers --model=vit_cifar10 --file=vit_cifar10.pth --data=cifar10
+
+A row for the model itself, for uniform attention (queries of zero) and for each recipe. The model's
+file and its data are the user's; the file's sha256 must be the one that was measured.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import performer
+from experiments.common import launch
+from experiments.strangers.data import IGNORED, READERS, Data
+from experiments.strangers.models import MODELS, Model
+from vit.reports import report
+
+BATCH = 64
+"""Examples at once."""
+BIDIRECTIONAL = dict(exact_keys=16, exact_rows=1)
+CAUSAL = dict(exact_window=16, exact_first=1, num_features=16)
+
+
+def options(width: int, causal: bool) -> dict[str, dict[str, Any]]:
+    """Return options of `performer.linearize` by name, for heads of this width."""
+    exact = CAUSAL if causal else BIDIRECTIONAL | dict(num_features=width)
+    named = {"default": {}, "exact pairs": exact}
+    return named | {f"{name}, refined": x | dict(refine_steps=300) for name, x in named.items()}
+
+
+def uniform(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters with queries of zero: each query attends to all keys alike."""
+    layers = [
+        layer | {"query": jax.tree.map(jnp.zeros_like, layer["query"])}
+        for layer in parameters["layers"]
+    ]
+    return {**parameters, "layers": layers}
+
+
+def logits(apply: Callable[..., Any], parameters: Any, inputs: np.ndarray) -> np.ndarray:
+    """Log-probabilities of all examples."""
+    program = jax.jit(lambda p, x: jax.nn.log_softmax(apply(p, x)))
+    return np.concatenate([np.asarray(program(parameters, part)) for part in batched(inputs)])
+
+
+def batched(inputs: np.ndarray) -> list[np.ndarray]:
+    """Cut examples into batches."""
+    return [inputs[i : i + BATCH] for i in range(0, len(inputs), BATCH)]
+
+
+def measured(new: np.ndarray, old: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Accuracy of whole examples and of labels, loss, and difference to the model, in nats."""
+    counted, chosen = labels != IGNORED, np.argmax(new, axis=-1)
+    right = (chosen == labels) | ~counted
+    losses = -np.take_along_axis(new, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    divergence = np.sum(np.exp(old) * (old - new), axis=-1)
+    return {
+        "accuracy": float(np.mean(right if right.ndim == 1 else right.all(axis=1))),
+        "accuracy of labels": float(np.mean(right[counted])),
+        "loss, nats": float(np.mean(losses[counted])),
+        "agreement": float(np.mean((chosen == np.argmax(old, axis=-1))[counted])),
+        "divergence, nats": float(np.mean(divergence[counted])),
+    }
+
+
+def rows_of(
+    model: Model, parameters: Any, data: Data, options: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return rows of the model, of uniform attention and of `linearize` with these options."""
+    inputs, labels = data.held_out
+    old = logits(model.apply, parameters, inputs)
+
+    def row(name: str, new: np.ndarray, error: Any = "", **facts: Any) -> dict[str, Any]:
+        print(name, flush=True)
+        numbers = {"attention error": error, "m": "", "exact keys": "", "left": "", "seconds": ""}
+        return {"attention": name} | numbers | facts | measured(new, old, labels)
+
+    rows = [row("softmax", old, 0.0)]
+    rows.append(row("uniform", logits(model.apply, uniform(parameters), inputs)))
+    batches = [(parameters, part) for part in batched(data.calibration)]
+    for name, own in options.items():
+        start = time.perf_counter()
+        new, report = performer.linearize(model.apply, batches, **own)
+        seconds = time.perf_counter() - start
+        facts = {x: chosen(report, x) for x in ("m", "exact keys")}
+        facts |= {"left": len(report.left), "seconds": seconds}
+        error = float(np.mean([*report.layer_errors().values()]))
+        rows.append(row(name, logits(new, parameters, inputs), error, **facts))
+    return rows
+
+
+def chosen(report: Any, size: str) -> str:
+    """Return the size of each layer, "16 16 8", or one number if all are equal."""
+    sizes = [row[size] for row in report.rows if row["head"] == 0]
+    return str(sizes[0]) if len(set(sizes)) == 1 else " ".join(map(str, sizes))
+
+
+def main(
+    model: str,
+    file: Path,
+    data: Path = Path(),
+    recipes: Sequence[str] = (),
+    out: Path = Path("results"),
+) -> None:
+    """Print and write a row for the model, for uniform attention and for each recipe.
+
+    Args:
+        model: name in `experiments.strangers.models`.
+        file: the model's file.
+        data: folder of its data (`experiments.strangers.data`).
+        recipes: names in `options`; all if empty.
+        out: folder of the table MODEL.csv.
+    """
+    known = MODELS[model]
+    parameters, examples = known.load(file), READERS[known.data](data)
+    width = parameters["layers"][0]["query"][0].shape[1] // known.heads
+    named = options(width, known.is_causal)
+    named = {name: named[name] for name in recipes or named}
+    table = report.table(rows_of(known, parameters, examples, named), out / model, known.source)
+    print(table)
+
+
+if __name__ == "__main__":
+    launch.run(main)
