@@ -54,17 +54,24 @@ def batched(inputs: np.ndarray) -> list[np.ndarray]:
     return [inputs[i : i + BATCH] for i in range(0, len(inputs), BATCH)]
 
 
-def measured(new: np.ndarray, old: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Accuracy of whole examples and of labels, loss, and difference to the model, in nats."""
-    counted, chosen = labels != IGNORED, np.argmax(new, axis=-1)
-    right = (chosen == labels) | ~counted
-    losses = -np.take_along_axis(new, np.maximum(labels, 0)[..., None], -1)[..., 0]
+def measured(new: np.ndarray, old: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    """Accuracy of whole examples and of labels, loss, and difference to the model, in nats.
+
+    Without labels only the difference, over all examples.
+    """
+    chosen, known = np.argmax(new, axis=-1), labels != IGNORED
+    counted = known if known.any() else np.ones_like(known)
     divergence = np.sum(np.exp(old) * (old - new), axis=-1)
-    return {
-        "accuracy": float(np.mean(right if right.ndim == 1 else right.all(axis=1))),
-        "accuracy of labels": float(np.mean(right[counted])),
-        "loss, nats": float(np.mean(losses[counted])),
-        "agreement": float(np.mean((chosen == np.argmax(old, axis=-1))[counted])),
+    row: dict[str, Any] = dict.fromkeys(("accuracy", "accuracy of labels", "loss, nats"), "")
+    if known.any():
+        right = (chosen == labels) | ~known
+        losses = -np.take_along_axis(new, np.maximum(labels, 0)[..., None], -1)[..., 0]
+        row["accuracy"] = float(np.mean(right if right.ndim == 1 else right.all(axis=1)))
+        row["accuracy of labels"] = float(np.mean(right[known]))
+        row["loss, nats"] = float(np.mean(losses[known]))
+    same = chosen == np.argmax(old, axis=-1)
+    return row | {
+        "agreement": float(np.mean(same[counted])),
         "divergence, nats": float(np.mean(divergence[counted])),
     }
 

@@ -1,15 +1,20 @@
 """Examples for the models of `models`, read from files that the user has: `--data=FOLDER`."""
 
+import csv
 import functools
 import gzip
+import itertools
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 from scipy import signal
+from scipy.io import wavfile
+from sklearn.model_selection import train_test_split
 
 IGNORED = -1
 """Label of a position that does not count."""
@@ -29,20 +34,16 @@ class Data(NamedTuple):
     held_out: Examples
 
 
-Ranks = Mapping[str, float]
-
-
-def merged(symbols: Iterable[str], ranks: Ranks) -> list[str]:
+def merged(text: str, ranks: Mapping[str, float]) -> list[str]:
     """Byte-pair encoding: join the neighbours of the lowest rank until none have one."""
-    symbols = list(symbols)
-    while True:
-        pairs = [
-            (ranks.get(a + b, np.inf), i) for i, (a, b) in enumerate(zip(symbols, symbols[1:]))
-        ]
-        rank, i = min(pairs, default=(np.inf, 0))
-        if rank == np.inf:
-            return symbols
-        symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
+    pieces = list(text)
+    while len(pieces) > 1:
+        pairs = [ranks.get(a + b, np.inf) for a, b in itertools.pairwise(pieces)]
+        i = int(np.argmin(pairs))
+        if pairs[i] == np.inf:
+            break
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+    return pieces
 
 
 def windows(tokens: np.ndarray, length: int) -> Examples:
@@ -51,77 +52,74 @@ def windows(tokens: np.ndarray, length: int) -> Examples:
     return Examples(*(tokens[i : i + count * length].reshape(count, length) for i in (0, 1)))
 
 
-def stories(folder: Path, length: int = 512, calibrated: int = 32, held_out: int = 32) -> Data:
-    """TinyStories in ASCII, in tokens of tok512.bin, each story after a token of its own.
-
-    The folder has tok512.bin of llama2.c and tiny_stories.txt, one story after another.
-    """
-    content, at, vocabulary = (folder / "tok512.bin").read_bytes(), 4, []
+def vocabulary(path: Path) -> dict[str, float]:
+    """Return the pieces of a tokenizer of llama2.c, in order, with their scores."""
+    content, at, scores = path.read_bytes(), 4, {}
     while at < len(content):
-        score, size = (
-            np.frombuffer(content, np.float32, 1, at)[0],
-            int.from_bytes(content[at + 4 : at + 8], "little"),
-        )
-        vocabulary.append((content[at + 8 : at + 8 + size].decode(errors="replace"), float(score)))
+        size = int.from_bytes(content[at + 4 : at + 8], "little")
+        piece = content[at + 8 : at + 8 + size].decode()
+        scores[piece] = float(np.frombuffer(content, np.float32, 1, at)[0])
         at += 8 + size
-    ranks = {word: -score for word, score in vocabulary}
-    numbers = {word: i for i, (word, _) in enumerate(vocabulary)}
+    return scores
+
+
+def stories(folder: Path, length: int = 512, calibrated: int = 32, held_out: int = 32) -> Data:
+    """TinyStories in ASCII, in pieces of tok512.bin, each story after a token of its own.
+
+    The folder has tok512.bin of llama2.c and tiny_stories.txt, stories separated by line breaks,
+    paragraphs by empty lines.
+    """
+    scores = vocabulary(folder / "tok512.bin")
+    numbers = {piece: i for i, piece in enumerate(scores)}
+    ranks = {piece: -score for piece, score in scores.items()}
 
     @functools.cache
     def encoded(word: str) -> list[int]:
-        return [x for piece in merged(word, ranks) for x in pieces(piece)]
-
-    def pieces(piece: str) -> list[int]:
-        return [numbers[piece]] if piece in numbers else [byte + 3 for byte in piece.encode()]
+        pieces = (
+            [x] if x in numbers else [f"<0x{y:02X}>" for y in x.encode()]
+            for x in merged(word, ranks)
+        )
+        return [numbers[x] for piece in pieces for x in piece]
 
     text = (folder / "tiny_stories.txt").read_text(encoding="utf-8")
-    parts, tokens = re.split(r"(?<=[.!?\"])\n(?!\n)", text), []
-    wanted = (calibrated + held_out) * length + 1
-    for story in filter(str.isascii, parts):
-        tokens += [
-            1,
-            *(x for word in re.findall(r" ?[^ ]+| ", f" {story.strip()}") for x in encoded(word)),
-        ]
-        if len(tokens) >= wanted:
+    tokens: list[int] = []
+    for story in filter(str.isascii, re.split(r"(?<=[.!?\"])\n(?!\n)", text)):
+        words = re.findall(r" ?[^ ]+| ", f" {story.strip()}")
+        tokens += [1, *itertools.chain(*map(encoded, words))]
+        if len(tokens) > (calibrated + held_out) * length:
             break
-    examples = windows(np.array(tokens[:wanted], np.int32), length)
-    return Data(examples.inputs[:calibrated], Examples(*(x[calibrated:] for x in examples)))
+    examples = windows(np.array(tokens, np.int32), length)
+    held = Examples(*(x[calibrated : calibrated + held_out] for x in examples))
+    return Data(examples.inputs[:calibrated], held)
 
 
 def shakespeare(folder: Path, length: int = 64, calibrated: int = 256, held_out: int = 512) -> Data:
     """Characters of tinyshakespeare.txt: calibrated on the first 90%, measured on the rest."""
     text = (folder / "tinyshakespeare.txt").read_text()
     letters = {letter: i for i, letter in enumerate(sorted(set(text)))}
-    tokens = np.array([letters[x] for x in text], np.int32)
-    first = len(tokens) * 9 // 10
+    tokens, first = np.array([letters[x] for x in text], np.int32), len(text) * 9 // 10
     seen, held = windows(tokens[:first], length), windows(tokens[first:], length)
     rng = np.random.default_rng(0)
-    chosen = [
-        np.sort(rng.choice(len(x.inputs), n, replace=False))
-        for x, n in ((seen, calibrated), (held, held_out))
-    ]
-    return Data(seen.inputs[chosen[0]], Examples(*(x[chosen[1]] for x in held)))
+    calibration = np.sort(rng.choice(len(seen.inputs), calibrated, replace=False))
+    chosen = np.sort(rng.choice(len(held.inputs), held_out, replace=False))
+    return Data(seen.inputs[calibration], Examples(*(x[chosen] for x in held)))
 
 
 def sums(folder: Path | None = None, calibrated: int = 512, held_out: int = 2000) -> Data:
     """Sums of two numbers of up to six digits as "12+34=64$....", the result from its end."""
-    rng, symbols = np.random.default_rng(0), {x: i for i, x in enumerate("0123456789+=$.")}
-
-    def sum_of(a: int, b: int) -> tuple[list[int], list[int]]:
+    del folder  # drawn as the model's program draws them
+    rng, count = np.random.default_rng(0), calibrated + held_out
+    limits = 10 ** (1 + rng.choice(6, (count, 2), p=(0.02, 0.04, 0.05, 0.05, 0.04, 0.8)))
+    symbols = {x: i for i, x in enumerate("0123456789+=$.")}
+    tokens, labels = np.zeros((2, count, 22), np.int32)
+    for row, own, (a, b) in zip(tokens, labels, rng.integers(0, limits).tolist(), strict=True):
         question = f"{a}+{b}="
         text = f"{question}{str(a + b)[::-1]}$".ljust(22, ".")
-        tokens = [symbols[x] for x in text]
-        asked = [i < len(question) or x == "." for i, x in enumerate(text)]
-        return tokens[:-1], [IGNORED if q else x for q, x in zip(asked, tokens, strict=True)][1:]
-
-    largest = (
-        10 ** rng.choice(6, (calibrated + held_out, 2), p=(0.02, 0.04, 0.05, 0.05, 0.04, 0.8)) * 10
-    )
-    pairs = rng.integers(0, largest)
-    inputs, labels = (
-        np.array(x, np.int32) for x in zip(*(sum_of(*p) for p in pairs.tolist()), strict=True)
-    )
-    return Data(inputs[:calibrated], Examples(inputs[calibrated:], labels[calibrated:]))
+        row[:] = [symbols[x] for x in text]
+        own[:] = np.where(row == symbols["."], IGNORED, row)
+        own[: len(question)] = IGNORED
+    held = Examples(tokens[calibrated:, :-1], labels[calibrated:, 1:])
+    return Data(tokens[:calibrated, :-1], held)
 
 
 def ecg(folder: Path, length: int = 500, calibrated: int = 32, held_out: int = 64) -> Data:
@@ -139,6 +137,66 @@ def ecg(folder: Path, length: int = 500, calibrated: int = 32, held_out: int = 6
     return Data(seen[:, :-1], Examples(held[:, :-1], held[:, 1:]))
 
 
+COMMANDS = ["yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go"]
+"""Words of Speech Commands with labels 2, 3, ...; other words have 1, silence has 0."""
+
+
+def commands(folder: Path, calibrated: int = 3) -> Data:
+    """Speech Commands as WORD/*.wav, one second at 16 kHz: the first files of a word calibrate."""
+    seen, held, labels = [], [], []
+    for word in sorted(path for path in folder.iterdir() if path.is_dir()):
+        sounds = [sound(path) for path in sorted(word.glob("*.wav"))]
+        seen += sounds[:calibrated]
+        held += sounds[calibrated:]
+        label = 2 + COMMANDS.index(word.name) if word.name in COMMANDS else 1
+        labels += [label] * len(sounds[calibrated:])
+    return Data(np.stack(seen), Examples(np.stack(held), np.array(labels, np.int32)))
+
+
+def sound(path: Path, samples: int = 16000) -> np.ndarray:
+    """Return a wav file in [-1, 1], padded with silence."""
+    _, numbers = wavfile.read(path)
+    return np.pad(numbers[:samples] / 32768, (0, samples - len(numbers[:samples]))).astype(
+        np.float32
+    )
+
+
+def sms(folder: Path, length: int = 64, calibrated: int = 512) -> Data:
+    """SMSSpamCollection in words of vocab.json, split as the model's program splits it."""
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    with (folder / "SMSSpamCollection").open(newline="", encoding="utf-8") as file:
+        kinds, texts = zip(*csv.reader(file, delimiter="\t"), strict=True)
+    tokens = np.zeros((len(texts), length), np.int32)  # padded with 0
+    for row, text in zip(tokens, texts, strict=True):
+        own = [vocabulary.get(word, 1) for word in text.lower().split()][:length]
+        row[: len(own)] = own
+    spam = np.array([kind == "spam" for kind in kinds], np.int32)
+    numbers = np.arange(len(texts))
+    seen, rest = train_test_split(numbers, test_size=0.3, random_state=42, stratify=spam)
+    _, held = train_test_split(rest, test_size=0.5, random_state=42, stratify=spam[rest])
+    return Data(tokens[seen[:calibrated]], Examples(tokens[held], spam[held]))
+
+
+def families(folder: Path, length: int = 210, calibrated: int = 256, held_out: int = 512) -> Data:
+    """Proteins of proteins.json, {family: sequences}, in tokens of tokenizer-aa.json, shuffled.
+
+    Labels are `IGNORED`: which family has which number stands in no file of the model.
+    """
+    tokenizer = json.loads((folder / "tokenizer-aa.json").read_text())["model"]
+    ranks = {merge.replace(" ", ""): float(i) for i, merge in enumerate(tokenizer["merges"])}
+    numbers = tokenizer["vocab"]
+    by_family = json.loads((folder / "proteins.json").read_text())
+    sequences = [sequence for family in by_family.values() for sequence in family]
+    order = np.random.default_rng(0).permutation(len(sequences))[: calibrated + held_out]
+    tokens = np.zeros((len(order), length), np.int32)  # padded with 0
+    for row, i in zip(tokens, order, strict=True):
+        pieces = merged(re.sub("[OXUZB]", "#", sequences[i])[: 4 * length], ranks)
+        own = [numbers["[CLS]"], *(numbers[piece] for piece in pieces)][:length]
+        row[: len(own)] = own
+    labels = np.full(len(tokens) - calibrated, IGNORED, np.int32)
+    return Data(tokens[:calibrated], Examples(tokens[calibrated:], labels))
+
+
 def idx(path: Path) -> np.ndarray:
     """Return an array of MNIST's format, gzipped."""
     content = gzip.decompress(path.read_bytes())
@@ -154,7 +212,7 @@ def mnist(folder: Path, calibrated: int = 512, held_out: int = 2000) -> Data:
 
 
 def cifar10(folder: Path, calibrated: int = 512, held_out: int = 2000) -> Data:
-    """CIFAR-10 as JPEG files, train/CLASS/*.jpg and test/CLASS/*.jpg: equally many of each class."""
+    """CIFAR-10 as JPEG files, train/CLASS/*.jpg and test/CLASS/*.jpg: the first of each."""
 
     def images(part: str, count: int) -> Examples:
         classes = sorted(path for path in (folder / part).iterdir() if path.is_dir())
@@ -167,5 +225,6 @@ def cifar10(folder: Path, calibrated: int = 512, held_out: int = 2000) -> Data:
 
 
 READERS: dict[str, Callable[[Path], Data]] = {
-    f.__name__: f for f in (stories, shakespeare, sums, ecg, mnist, cifar10)
+    f.__name__: f
+    for f in (stories, shakespeare, sums, ecg, commands, sms, families, mnist, cifar10)
 }

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -64,7 +65,7 @@ def torch_state(content: bytes, member: str = "") -> dict[str, np.ndarray]:
         ImportError: without PyTorch.
     """
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("a .pt or .pth file is read by PyTorch: pip install torch") from error
     state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -105,12 +106,8 @@ def encoder_layer(state: Arrays, prefix: str) -> dict[str, tuple[np.ndarray, ...
 
 def numbered(state: Arrays, prefix: str) -> range:
     """Return the numbers n of the names "prefix.n....": the layers."""
-    found = {
-        int(name[len(prefix) + 1 :].split(".")[0])
-        for name in state
-        if name[: len(prefix) + 1] == f"{prefix}."
-    }
-    return range(len(found))
+    names = (name.removeprefix(f"{prefix}.") for name in state if name.startswith(f"{prefix}."))
+    return range(len({name.split(".")[0] for name in names}))
 
 
 def with_class(parameters: Any, tokens: Array) -> Array:
@@ -143,10 +140,9 @@ def read_llama(content: bytes) -> Any:
 
 def llama(parameters: Any, tokens: Array) -> Array:
     """Logits of the next token, (b, t, words)."""
-    x = stack(
-        parameters["layers"], parameters["embedding"][tokens], 8, silu, causal=True, rotary=True
-    )
-    return norm(parameters["norm"], x) @ parameters["embedding"].T
+    embedding = parameters["embedding"]
+    x = stack(parameters["layers"], embedding[tokens], 8, silu, causal=True, rotary=True)
+    return norm(parameters["norm"], x) @ embedding.T
 
 
 # GPT of characters and GPT that adds
@@ -206,19 +202,15 @@ def read_adder(content: bytes) -> Any:
     layers = []
     for i in numbered(state, "layers"):
         own = f"layers.{i}"
-        norms = {
-            f"norm{n}": tuple(state[f"{own}.ln_{n}.my_{x}"] for x in ("weight", "bias"))
-            for n in (1, 2)
+        layer = {
+            "out": linear(state, f"{own}.sa.c_proj"),
+            "up": linear(state, f"{own}.mlp.up_proj"),
+            "down": linear(state, f"{own}.mlp.down_proj"),
         }
-        layers.append(
-            thirds(linear(state, f"{own}.sa.c_attn"))
-            | norms
-            | {
-                "out": linear(state, f"{own}.sa.c_proj"),
-                "up": linear(state, f"{own}.mlp.up_proj"),
-                "down": linear(state, f"{own}.mlp.down_proj"),
-            }
-        )
+        for n in (1, 2):
+            parts = (state[f"{own}.ln_{n}.my_{part}"] for part in ("weight", "bias"))
+            layer[f"norm{n}"] = tuple(parts)
+        layers.append(layer | thirds(linear(state, f"{own}.sa.c_attn")))
     names = {"embedding": "wte.weight", "positions": "wpe.weight"}
     return {"layers": layers, "head": linear(state, "lm_head")} | {
         name: state[x] for name, x in names.items()
@@ -319,6 +311,126 @@ def overlapping(parameters: Any, images: Array) -> Array:
     return dense(parameters["head"], gelu(dense(parameters["hidden"], x)))
 
 
+# Keyword Transformer (Berg et al., 2021)
+
+
+def tflite_tensors(content: bytes) -> dict[str, np.ndarray]:
+    """Return the float32 constants of a TensorFlow Lite file.
+
+    Raises:
+        ImportError: without the package tflite.
+    """
+    try:
+        import tflite  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("a .tflite file is read by tflite: pip install tflite") from error
+    model = tflite.Model.GetRootAsModel(content, 0)
+    graph, found = model.Subgraphs(0), {}
+    for i in range(graph.TensorsLength()):
+        tensor = graph.Tensors(i)
+        buffer = model.Buffers(tensor.Buffer())
+        if buffer.DataLength() and tensor.Type() == tflite.TensorType.FLOAT32:
+            shape = tensor.ShapeAsNumpy() if tensor.ShapeLength() else ()
+            numbers = buffer.DataAsNumpy().view(np.float32)
+            found[tensor.Name().decode()] = numbers.reshape(shape)
+    return found
+
+
+def read_keywords(content: bytes) -> Any:
+    """KWT-1; the file computes its spectrogram by products of matrices, too."""
+    arrays = tflite_tensors(content)
+
+    def own(*parts: str) -> np.ndarray:
+        (name,) = (x for x in arrays if all(f"{part}/" in f"{x}/" for part in parts))
+        return arrays[name]
+
+    def dense_of(number: int, bias: bool = True) -> tuple[np.ndarray, ...]:
+        weight = own(f"dense_{number}", "MatMul").T
+        return (weight, own(f"dense_{number}", "bias")) if bias else (weight,)
+
+    def norm_of(number: int) -> tuple[np.ndarray, ...]:
+        name = f"/layer_normalization_{number}" if number else "/layer_normalization"
+        return own(name, "gamma"), own(name, "beta")
+
+    layers = []
+    for i in range(12):
+        joint = zip(("query", "key", "value"), range(6 * i + 1, 6 * i + 4), strict=True)
+        layer = {name: dense_of(n, bias=False) for name, n in joint}
+        layer |= {x: dense_of(6 * i + n) for x, n in (("out", 4), ("up", 5), ("down", 6))}
+        layers.append(layer | {"norm1": norm_of(2 * i), "norm2": norm_of(2 * i + 1)})
+    spectrum = "magnitude_rdf_tmel"
+    return {
+        "window": own("windowing"),
+        "cosines": arrays[f"speech_features/{spectrum}/MatMul"].T,
+        "sines": arrays[f"speech_features/{spectrum}/MatMul_1"].T,
+        "mel": arrays[f"speech_features/{spectrum}/MatMul_2"].T,
+        "floor": own("Maximum"),
+        "dct": own("dct").T,
+        "mean": arrays["speech_features/normalizer/sub/y"],
+        "factor": own("truediv"),
+        "embed": (own("dense", "MatMul").T, own("dense", "bias")),
+        "class": own("class_emb"),
+        "positions": own("pos_emb"),
+        "layers": layers,
+        "head": dense_of(73),
+    }
+
+
+def keywords(parameters: Any, sound: Array) -> Array:
+    """Logits of (b, 16000) samples of one second in [-1, 1]: one head of 64, norms last."""
+    starts = jnp.arange(98)[:, None] * 160 + jnp.arange(480)
+    frames = sound[:, starts] * parameters["window"]
+    power = (frames @ parameters["cosines"]) ** 2 + (frames @ parameters["sines"]) ** 2
+    mel = jnp.maximum(jnp.sqrt(power) @ parameters["mel"], parameters["floor"])
+    features = (jnp.log(mel) @ parameters["dct"] - parameters["mean"]) * parameters["factor"]
+    x = with_class(parameters, dense(parameters["embed"], features))
+    x = stack(parameters["layers"], x, 1, jax.nn.gelu, norm_last=True, eps=1e-6)
+    return dense(parameters["head"], x[:, 0])
+
+
+# Texts: families of proteins, spam
+
+
+def read_proteins(content: bytes) -> Any:
+    """`torch.nn.TransformerEncoder` of tokens of amino acids."""
+    state = torch_state(content)
+    prefix = "stacked_encoders.layers"
+    return {
+        "embedding": state["embedding.weight"],
+        "positions": state["positional_encoding.pe"][0],
+        "layers": [encoder_layer(state, f"{prefix}.{i}") for i in numbered(state, prefix)],
+        "head": linear(state, "linear"),
+    }
+
+
+def proteins(parameters: Any, tokens: Array) -> Array:
+    """Logits of (b, t) tokens, of which the first is the class token and 0 is padding."""
+    embedding = parameters["embedding"]
+    x = embedding[tokens] * embedding.shape[1] ** 0.5 + parameters["positions"]
+    x = stack(parameters["layers"], x, 4, gelu, norm_last=True, mask=tokens != 0)
+    return dense(parameters["head"], x[:, 0])
+
+
+def read_messages(content: bytes) -> Any:
+    """`torch.nn.TransformerEncoder` of words."""
+    state = torch_state(content, "model_state_dict")
+    prefix = "transformer.layers"
+    return {
+        "embedding": state["word_embedding.weight"],
+        "positions": state["position_encoding.position_embedding.weight"],
+        "layers": [encoder_layer(state, f"{prefix}.{i}") for i in numbered(state, prefix)],
+        "head": linear(state, "classifier"),
+    }
+
+
+def messages(parameters: Any, words: Array) -> Array:
+    """Logits of (b, 64) words, of which 0 is padding: mean of the others."""
+    known = words != 0
+    x = parameters["embedding"][words] + parameters["positions"]
+    x = stack(parameters["layers"], x, 4, relu, norm_last=True, mask=known)
+    return dense(parameters["head"], jnp.mean(x, axis=1, where=known[..., None]))
+
+
 MODELS = {
     "stories260K": Model(
         "ytmytm/llama2.c64@12b5bec stories260K.bin (karpathy/tinyllamas)",
@@ -389,6 +501,37 @@ MODELS = {
         8,
         False,
         "",
+    ),
+    "kwt1": Model(
+        "ARM-software/keyword-transformer@237e409"
+        " models_data_v2_12_labels/kwt1/tflite_non_stream/non_stream.tflite",
+        "b7dc15b422494adbdd1b721c4a0f073af36a4d93331e96299512eb1561278327",
+        read_keywords,
+        keywords,
+        "commands",
+        1,
+        False,
+        "accuracy 0.977 on 12 labels",
+    ),
+    "messages": Model(
+        "Simdiode/sms-spam-classifier@4326f3f spam_transformer.pth",
+        "eec699bba952df248fd31e7fe6a22846371d961afb41636b661aabe587eedb52",
+        read_messages,
+        messages,
+        "sms",
+        4,
+        False,
+        "accuracy 0.9689 on these 836 messages",
+    ),
+    "proteins": Model(
+        "rictoo/Protein-Family-Classification@83bfe3f models/transformer_model.pth",
+        "8bd721f027aa7d286f4dbf4d7b5046bcf0d00bbbd63fe32a56afdb196d218165",
+        read_proteins,
+        proteins,
+        "families",
+        4,
+        False,
+        "accuracy 0.8663 of 17,929 families",
     ),
 }
 """By name."""

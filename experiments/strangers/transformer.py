@@ -94,16 +94,17 @@ def stack(
     heads: int,
     activation: Callable[[Array], Array] = gelu,
     norm_last: bool = False,
+    eps: float = 1e-5,
     **attends: Any,
 ) -> Float[Array, "b t d"]:
     """All layers; `attends` are options of `attention`."""
     for layer in layers:
         if norm_last:
-            x = norm(layer["norm1"], x + attention(layer, x, heads, **attends))
-            x = norm(layer["norm2"], x + mlp(layer, x, activation))
+            x = norm(layer["norm1"], x + attention(layer, x, heads, **attends), eps)
+            x = norm(layer["norm2"], x + mlp(layer, x, activation), eps)
         else:
-            x = x + attention(layer, norm(layer["norm1"], x), heads, **attends)
-            x = x + mlp(layer, norm(layer["norm2"], x), activation)
+            x = x + attention(layer, norm(layer["norm1"], x, eps), heads, **attends)
+            x = x + mlp(layer, norm(layer["norm2"], x, eps), activation)
     return x
 
 
