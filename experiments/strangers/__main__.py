@@ -7,7 +7,7 @@ file and its data are the user's; the file's sha256 must be the one that was mea
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,21 @@ BATCH = 64
 """Examples at once."""
 BIDIRECTIONAL = dict(exact_keys=16, exact_rows=1)
 CAUSAL = dict(exact_window=16, exact_first=1, num_features=16)
+REFINED = dict(refine_steps=300)
 
 
-def options(width: int, causal: bool) -> dict[str, dict[str, Any]]:
-    """Return options of `performer.linearize` by name, for heads of this width."""
-    exact = CAUSAL if causal else BIDIRECTIONAL | dict(num_features=width)
-    named = {"default": {}, "exact pairs": exact}
-    return named | {f"{name}, refined": x | dict(refine_steps=300) for name, x in named.items()}
+def options(width: int, is_causal: bool) -> dict[str, dict[str, Any]]:
+    """Return options of `performer.linearize` by the name of a recipe, for heads of this width."""
+    exact = CAUSAL if is_causal else BIDIRECTIONAL | dict(num_features=width)
+    return {
+        "default": {},
+        "exact": exact,
+        "default-refined": REFINED,
+        "exact-refined": exact | REFINED,
+    }
+
+
+NO_NUMBERS = dict.fromkeys(("attention error", "m", "exact keys", "left", "seconds"), "")
 
 
 def uniform(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,29 +85,30 @@ def measured(new: np.ndarray, old: np.ndarray, labels: np.ndarray) -> dict[str, 
 
 
 def rows_of(
-    model: Model, parameters: Any, data: Data, options: Mapping[str, Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return rows of the model, of uniform attention and of `linearize` with these options."""
+    model: Model, parameters: Any, data: Data, recipes: Mapping[str, Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield rows of the model, of uniform attention and of `linearize` with these options."""
     inputs, labels = data.held_out
     old = logits(model.apply, parameters, inputs)
 
-    def row(name: str, new: np.ndarray, error: Any = "", **facts: Any) -> dict[str, Any]:
-        print(name, flush=True)
-        numbers = {"attention error": error, "m": "", "exact keys": "", "left": "", "seconds": ""}
-        return {"attention": name} | numbers | facts | measured(new, old, labels)
+    def row(name: str, new: np.ndarray, **numbers: Any) -> dict[str, Any]:
+        return {"attention": name} | NO_NUMBERS | numbers | measured(new, old, labels)
 
-    rows = [row("softmax", old, 0.0)]
-    rows.append(row("uniform", logits(model.apply, uniform(parameters), inputs)))
+    yield row("softmax", old)
+    yield row("uniform", logits(model.apply, uniform(parameters), inputs))
     batches = [(parameters, part) for part in batched(data.calibration)]
-    for name, own in options.items():
+    for name, own in recipes.items():
         start = time.perf_counter()
         new, report = performer.linearize(model.apply, batches, **own)
         seconds = time.perf_counter() - start
-        facts = {x: chosen(report, x) for x in ("m", "exact keys")}
-        facts |= {"left": len(report.left), "seconds": seconds}
-        error = float(np.mean([*report.layer_errors().values()]))
-        rows.append(row(name, logits(new, parameters, inputs), error, **facts))
-    return rows
+        numbers = {
+            "attention error": float(np.mean([*report.layer_errors().values()])),
+            "m": chosen(report, "m"),
+            "exact keys": chosen(report, "exact keys"),
+            "left": len(report.left),
+            "seconds": seconds,
+        }
+        yield row(name, logits(new, parameters, inputs), **numbers)
 
 
 def chosen(report: Any, size: str) -> str:
@@ -124,12 +133,14 @@ def main(
         recipes: names in `options`; all if empty.
         out: folder of the table MODEL.csv.
     """
-    known = MODELS[model]
+    known, rows = MODELS[model], []
     parameters, examples = known.load(file), READERS[known.data](data)
     width = parameters["layers"][0]["query"][0].shape[1] // known.heads
     named = options(width, known.is_causal)
     named = {name: named[name] for name in recipes or named}
-    table = report.table(rows_of(known, parameters, examples, named), out / model, known.source)
+    for row in rows_of(known, parameters, examples, named):
+        rows.append(row)
+        table = report.table(rows, out / model, f"{known.source}: {known.stated}")
     print(table)
 
 
