@@ -156,23 +156,23 @@ def commands(folder: Path, calibrated: int = 3) -> Data:
 def sound(path: Path, samples: int = 16000) -> np.ndarray:
     """Return a wav file in [-1, 1], padded with silence."""
     _, numbers = wavfile.read(path)
-    return np.pad(numbers[:samples] / 32768, (0, samples - len(numbers[:samples]))).astype(
-        np.float32
-    )
+    numbers = (numbers[:samples] / 32768).astype(np.float32)
+    return np.pad(numbers, (0, samples - len(numbers)))
 
 
 def sms(folder: Path, length: int = 64, calibrated: int = 512) -> Data:
     """SMSSpamCollection in words of vocab.json, split as the model's program splits it."""
-    vocabulary = json.loads((folder / "vocab.json").read_text())
+    numbers = json.loads((folder / "vocab.json").read_text())
     with (folder / "SMSSpamCollection").open(newline="", encoding="utf-8") as file:
         kinds, texts = zip(*csv.reader(file, delimiter="\t"), strict=True)
     tokens = np.zeros((len(texts), length), np.int32)  # padded with 0
     for row, text in zip(tokens, texts, strict=True):
-        own = [vocabulary.get(word, 1) for word in text.lower().split()][:length]
+        own = [numbers.get(word, 1) for word in text.lower().split()][:length]
         row[: len(own)] = own
     spam = np.array([kind == "spam" for kind in kinds], np.int32)
-    numbers = np.arange(len(texts))
-    seen, rest = train_test_split(numbers, test_size=0.3, random_state=42, stratify=spam)
+    seen, rest = train_test_split(
+        np.arange(len(texts)), test_size=0.3, random_state=42, stratify=spam
+    )
     _, held = train_test_split(rest, test_size=0.5, random_state=42, stratify=spam[rest])
     return Data(tokens[seen[:calibrated]], Examples(tokens[held], spam[held]))
 
@@ -186,7 +186,7 @@ def families(folder: Path, length: int = 210, calibrated: int = 256, held_out: i
     ranks = {merge.replace(" ", ""): float(i) for i, merge in enumerate(tokenizer["merges"])}
     numbers = tokenizer["vocab"]
     by_family = json.loads((folder / "proteins.json").read_text())
-    sequences = [sequence for family in by_family.values() for sequence in family]
+    sequences = list(dict.fromkeys(itertools.chain(*by_family.values())))
     order = np.random.default_rng(0).permutation(len(sequences))[: calibrated + held_out]
     tokens = np.zeros((len(order), length), np.int32)  # padded with 0
     for row, i in zip(tokens, order, strict=True):
