@@ -19,6 +19,7 @@ import performer
 from experiments.common import launch
 from experiments.strangers.data import IGNORED, READERS, Data
 from experiments.strangers.models import MODELS, Model
+from performer.linearization.report import Report
 from vit.reports import report
 
 BATCH = 64
@@ -39,7 +40,10 @@ def options(width: int, is_causal: bool) -> dict[str, dict[str, Any]]:
     }
 
 
-NO_NUMBERS = dict.fromkeys(("attention error", "m", "exact keys", "left", "seconds"), "")
+SIZES = ("m", "window", "exact keys", "exact rows")
+NO_NUMBERS = dict.fromkeys(
+    ("attention error", *SIZES, "cost", "keys", "exact layers", "left", "seconds"), ""
+)
 
 
 def uniform(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +96,8 @@ def rows_of(
     old = logits(model.apply, parameters, inputs)
 
     def row(name: str, new: np.ndarray, **numbers: Any) -> dict[str, Any]:
-        return {"attention": name} | NO_NUMBERS | numbers | measured(new, old, labels)
+        kept = measured(new, old, labels)
+        return {"attention": name} | NO_NUMBERS | numbers | kept | {"examples": len(labels)}
 
     yield row("softmax", old)
     yield row("uniform", logits(model.apply, uniform(parameters), inputs))
@@ -101,20 +106,32 @@ def rows_of(
         start = time.perf_counter()
         new, report = performer.linearize(model.apply, batches, **own)
         seconds = time.perf_counter() - start
-        numbers = {
-            "attention error": float(np.mean([*report.layer_errors().values()])),
-            "m": chosen(report, "m"),
-            "exact keys": chosen(report, "exact keys"),
-            "left": len(report.left),
-            "seconds": seconds,
-        }
-        yield row(name, logits(new, parameters, inputs), **numbers)
+        print(f"{name}:\n{report}")
+        yield row(name, logits(new, parameters, inputs), **numbers_of(report), seconds=seconds)
 
 
-def chosen(report: Any, size: str) -> str:
-    """Return the size of each layer, "16 16 8", or one number if all are equal."""
-    sizes = [row[size] for row in report.rows if row["head"] == 0]
-    return str(sizes[0]) if len(set(sizes)) == 1 else " ".join(map(str, sizes))
+def numbers_of(report: Report) -> dict[str, Any]:
+    """Return the sizes of all layers and the mean of their errors and costs.
+
+    A layer that stays exact has the error 0 and costs as much as there are keys.
+    """
+    layers = [row for row in report.rows if row["head"] == 0]
+    replaced = [row["path"] for row in layers if row["attention"] == "linear"]
+    errors = [report.layer_errors()[path] for path in replaced]
+    return {
+        "attention error": sum(errors) / len(layers),
+        **{size: chosen(layers, size) for size in SIZES},
+        "cost": float(np.mean([row["cost"] for row in layers])),
+        "keys": float(np.mean([row["keys"] for row in layers])),
+        "exact layers": len(layers) - len(replaced),
+        "left": len(report.left),
+    }
+
+
+def chosen(layers: Sequence[Mapping[str, Any]], size: str) -> str:
+    """Return the size of each layer, "16 16 -", or one number if all are equal; "-" if exact."""
+    sizes = [str(row[size]) if row["attention"] == "linear" else "-" for row in layers]
+    return sizes[0] if len(set(sizes)) == 1 else " ".join(sizes)
 
 
 def main(
