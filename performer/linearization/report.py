@@ -10,8 +10,12 @@ from typing import Any
 
 import numpy as np
 
-LOSSES = ((0.1, "little (up to 2%)"), (0.3, "some (2 to 6%)"), (math.inf, "much (18% at 0.5)"))
-"""Loss of accuracy of image classifiers by their mean attention error (docs, "Linearise")."""
+LOSSES = (
+    (0.1, "little (up to 2% of a classifier's accuracy, 0.1 nats of a language model)"),
+    (0.3, "some (2 to 6% of a classifier's accuracy, 0.1 to 0.3 nats of a language model)"),
+    (math.inf, "much (at 0.5 18% of a classifier's accuracy, 0.7 nats of a language model)"),
+)
+"""Losses by the mean attention error (docs, "Linearise")."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Report:
             return "no layer was replaced: the function is the one that was given"
         error = float(np.mean([row["attention error"] for row in self.linear]))
         expected = next((text for limit, text in LOSSES if error <= limit), LOSSES[-1][1])
-        text = f"mean error {error:.2g}: expect to lose {expected} of a classifier's accuracy"
+        text = f"mean error {error:.2g}: expect to lose {expected}"
         if not error <= LOSSES[0][0]:
             text += "; refine (refine_steps=300), add exact keys, or leave out the sizes"
         costs = {row["path"]: (row["cost"], row["keys"]) for row in self.linear}
