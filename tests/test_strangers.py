@@ -9,7 +9,10 @@ import pytest
 
 import performer
 from experiments.strangers import __main__ as command
-from experiments.strangers import data, models, transformer
+from experiments.strangers import data, models, transformer, windows
+from performer.attention.values import Exact
+from performer.linearization.recipes import Recipe
+from performer.linearization.report import Report
 
 MODEL = models.MODELS["stories260K"]
 
@@ -110,6 +113,33 @@ def test_measured():
     np.testing.assert_allclose(row["divergence, nats"], np.mean(divergence), atol=1e-12)
     row = command.measured(new, old, np.full_like(labels, data.IGNORED))
     assert (row["loss, nats"], row["agreement"]) == ("", 0.5)
+
+
+def test_numbers_of_a_report():
+    sizes = {"m": 8, "window": 16, "exact keys": 0, "exact rows": 0, "keys": 64}
+    heads = [
+        {"path": path, "head": head, "attention": kind, "attention error": error, "cost": cost}
+        for path, kind, cost, errors in (
+            ("a", "linear", 49, (0.1, 0.3)),
+            ("b", "exact", 64, (9, 9)),
+        )
+        for head, error in enumerate(errors)
+    ]
+    row = command.numbers_of(Report([head | sizes for head in heads], {"c": "a soft cap"}))
+    np.testing.assert_allclose(row.pop("attention error"), 0.1)  # (0.2 + 0) / 2
+    expected = {"m": "8 -", "window": "16 -", "exact keys": "0 -", "exact rows": "0 -"}
+    assert row == expected | {"cost": 56.5, "keys": 64, "exact layers": 1, "left": 1}
+
+
+def test_windows_are_compared_at_equal_cost():
+    def cost(sizes):
+        exact = Exact(sizes["exact_window"], sizes["exact_first"])
+        return Recipe(sizes["num_features"], exact).cost(is_causal=True)
+
+    assert [cost(x) for x in windows.recipes([16, 32], 300).values()] == [33, 65, 33, 65]
+    tokens = np.arange(12).reshape(2, 6)
+    cut = windows.shorter(data.Data(tokens, data.Examples(tokens, tokens + 1)), 4)
+    assert cut.calibration.shape == cut.held_out.labels.shape == (2, 4)
 
 
 def test_uniform_attention_is_the_mean_of_visible_values():
