@@ -78,6 +78,8 @@ def check(module: str, given: list[str]) -> None:
 def flags_of(module: str) -> set[str]:
     """The names of the flags that a program defines."""
     program, values = importlib.import_module(module), flags.FlagValues()
+    if not hasattr(program, "main"):  # a package
+        program = importlib.import_module(f"{module}.__main__")
     quick = {} if ".run(main, quick=" in inspect.getsource(program) else None
     arguments.define(program.main, quick, values)
     return {*values}
