@@ -91,10 +91,16 @@ def test_a_bad_value_ends_in_one_line(given, said):
     assert "\n" not in str(end.value)
 
 
+def source(module):
+    """The program, or that of a package."""
+    path = Path(*module.split("."))
+    return (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+
+
 LAUNCHED = [
     module
     for module, _ in cli.programs("experiments").values()
-    if "launch.run(main" in Path(*module.split(".")).with_suffix(".py").read_text()
+    if "launch.run(main" in source(module)
 ]
 
 
