@@ -91,16 +91,14 @@ def test_a_bad_value_ends_in_one_line(given, said):
     assert "\n" not in str(end.value)
 
 
-def source(module):
-    """The program, or that of a package."""
-    path = Path(*module.split("."))
-    return (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-
-
+PROGRAMS = [
+    f"{module}.__main__" if Path(*module.split(".")).is_dir() else module
+    for module, _ in cli.programs("experiments").values()
+]
 LAUNCHED = [
     module
-    for module, _ in cli.programs("experiments").values()
-    if "launch.run(main" in source(module)
+    for module in PROGRAMS
+    if "launch.run(main" in Path(*module.split(".")).with_suffix(".py").read_text()
 ]
 
 
