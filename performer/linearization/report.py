@@ -112,8 +112,7 @@ class Report:
         for path in self.layer_errors():
             rows = [row for row in self.rows if row["path"] == path]
             numbers = {x: np.mean([row[x] for row in rows]) for x in shown}
-            texts = {x: f"{y:.3g}" if y < 1000 else f"{y:,.0f}" for x, y in numbers.items()}
-            means = (f"{texts[x]:>{len(head)}}" for x, head in shown.items())
+            means = (f"{_text(numbers[x]):>{len(head)}}" for x, head in shown.items())
             lines.append(f"{path:{width}} {rows[0]['attention']:9} {' '.join(means)}")
         lines = lines if self.rows else []
         if self.linear:
@@ -128,6 +127,13 @@ class Report:
         lines += [self.verdict(), *self.remarks] if self.rows else []
         lines += [f"{path}: left as it is, {why}" for path, why in self.left.items()]
         return "\n".join(lines)
+
+
+def _text(number: float) -> str:
+    """Three digits, more for large counts, and a dash for no number."""
+    if math.isnan(number):
+        return "-"
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 COLUMNS = {
