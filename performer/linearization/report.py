@@ -111,7 +111,7 @@ class Report:
         lines = [f"{'layer':{width}} {'attention':9} {' '.join(shown.values())}"]
         for path in self.layer_errors():
             rows = [row for row in self.rows if row["path"] == path]
-            numbers = {x: np.mean([row[x] for row in rows]) for x in shown}
+            numbers = {x: float(np.mean([row[x] for row in rows])) for x in shown}
             means = (f"{_text(numbers[x]):>{len(head)}}" for x, head in shown.items())
             lines.append(f"{path:{width}} {rows[0]['attention']:9} {' '.join(means)}")
         lines = lines if self.rows else []
