@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 PAGES = Path(__file__).parents[1] / "docs" / "results"
 BEGIN, END = "<!-- verdicts: by `python -m experiments.verdicts` -->", "<!-- end of verdicts -->"
 Agreement = Iterator[bool | float]
-"""Of printed values whether they agree; of orders the difference in joint standard errors, positive
+"""Agreement of printed values; of orders the difference in joint standard errors, positive
 in the paper's order."""
 
 
@@ -42,11 +42,11 @@ class Item(NamedTuple):
     page: str
     """Page of `docs/results`, without its suffix."""
     compared: str
-    """What is compared."""
+    """Statement or values that are compared."""
     agreement: Callable[[], Agreement] | None
-    """Whether each comparison agrees; None for an item that was not run."""
+    """True for each comparison that agrees; None for an item that was not run."""
     why: str = ""
-    """What does not agree, and the cause if it is known."""
+    """Disagreements, and the cause if it is known."""
 
 
 def rows_of(*paths: str) -> list[harness.Row]:

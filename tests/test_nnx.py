@@ -170,6 +170,16 @@ def test_masks_of_flax_over_pairs(mask, options):
         attention(*tokens, mask=mask.at[0, 0, 0, 0].set(0).at[0, 0, 1, 2].set(1))
 
 
+def test_a_mask_that_is_added_to_logits_is_refused():
+    """Its zeros are pairs that exist: as a mask it would be read the wrong way round."""
+    attention = PerformerAttention(6, 4, num_heads=2, rngs=nnx.Rngs(0))
+    tokens = jax.random.normal(jax.random.key(1), (3, 2, 5, 2, 4))
+    added = jnp.where(VALID[:, None, None], 0.0, -1e9)
+    for mask in (added, jnp.broadcast_to(added, (2, 1, 5, 5))):
+        with pytest.raises(ValueError, match="key_log_weights|honours masks over keys only"):
+            attention(*tokens, mask=mask)
+
+
 def test_the_layer_is_named_where_people_look():
     with pytest.raises(AttributeError, match="performer.nnx.PerformerAttention"):
         performer.PerformerAttention  # noqa: B018

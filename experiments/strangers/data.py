@@ -28,7 +28,7 @@ class Examples(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What `linearize` sees, and what the models are measured on."""
+    """Examples for `linearize`, and those that models are measured on."""
 
     calibration: np.ndarray
     held_out: Examples

@@ -44,7 +44,7 @@ class Model(NamedTuple):
     heads: int
     is_causal: bool
     stated: str
-    """What the repository reports."""
+    """Result that the repository reports."""
 
     def load(self, path: Path) -> Any:
         """Return the parameters of the file.

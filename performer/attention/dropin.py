@@ -72,12 +72,16 @@ def of_keys(mask: ArrayLike | None) -> tuple[ArrayLike | None, bool]:
     """A mask over pairs as a mask of keys, if its rows agree; and whether it is causal.
 
     Flax's `make_attention_mask` and `make_causal_mask` return masks over pairs. Their values can be
-    read unless they are traced; other masks are returned as they are. Queries without keys have no
-    part in the comparison.
+    read unless they are traced; other masks are returned as they are, also those that are added to
+    logits, whose zeros are the pairs that exist. Queries without keys have no part in the
+    comparison.
     """
     if mask is None or isinstance(mask, Tracer) or np.ndim(mask) < 2 or np.shape(mask)[-2] == 1:
         return mask, False
-    pairs = np.asarray(mask).astype(bool)
+    values = np.asarray(mask)
+    if not np.all(values >= 0):
+        return mask, False
+    pairs = values.astype(bool)
     keys, queries = (np.any(pairs, axis=axis, keepdims=True) for axis in (-2, -1))
     if np.array_equal(pairs, keys & queries):
         return keys, False

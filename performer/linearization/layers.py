@@ -72,7 +72,7 @@ class Measured(NamedTuple):
     left: dict[str, str]
     """Path -> why a layer stays exact."""
     places: list[Named]
-    """Where the program computes attention."""
+    """Attention in the program, with its names and lines."""
 
 
 HeadErrors = dict[str, Float[Array, " n"]]

@@ -153,4 +153,4 @@ COLUMNS = {
 }
 """Numbers of the table, and the heads of their columns."""
 ANY = ("window", "exact keys", "exact rows")
-"""Those that are left out where all are 0."""
+"""Columns that are left out where all are 0."""
