@@ -6,7 +6,7 @@
 Fig. 4: the nodes are the faces of a mesh, the values the z-components of their normals, and 5% of
 them are test nodes. Fig. 11, "traffic": speeds on the roads of San Jose, standardised by 250
 sensors; the other 75 are test nodes. The kernel is that of diffusion. Its scales are fitted under
-an estimate with 8 independent walks by Adam, 300 steps at 0.05, the paper's by 1000 at 0.01. With
+an estimate with 8 independent walks by 1,000 steps of Adam at a rate of 0.01, as in the paper. With
 the exact kernel of these scales are then compared its estimates by m walks, independent, antithetic
 and sigma-coupled, all at p_halt = 0.4; the permutation of 50 is learned on an Erdos-Renyi graph for
 this kernel.
@@ -43,7 +43,7 @@ from performer.graphs import Graph, couplings, features, kernels, matching
 from performer.graphs.couplings import Coupling
 
 MESHES = ("teapot", "fuze", "unit_sphere", "idler_riser", "busted", "torus")
-P_HALT, FIT_WALKS, STEPS, LEARNING_RATE, ORDER = 0.4, 8, 300, 0.05, 50
+P_HALT, FIT_WALKS, STEPS, LEARNING_RATE, ORDER = 0.4, 8, 1000, 0.01, 50
 START = gp.Scales(2.0, 1.0, 0.3)
 QUANTITIES = ("error", "RMSE", "KL")
 FIGURES: harness.Figures = {
