@@ -167,19 +167,18 @@ def settings(
     return chosen
 
 
-def parse_grid(texts: Sequence[str], config: configs.Config) -> dict[str, list[Any]]:
+def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
     """Parse ["config.attention.num_features=16,32"]: {"attention.num_features": [16, 32]}.
 
     Raises:
         ValueError: for a field that is none or is compared already, or values of another type.
     """
     grid: dict[str, list[Any]] = {}
-    flat = configs.flatten(config)
     for text in texts:
         name, _, values = text.partition("=")
         field = name.removeprefix("config.")
-        if not name.startswith("config.") or field not in flat:
-            raise ValueError(unknown("--grid", name, [f"config.{field}" for field in flat]))
+        if not name.startswith("config.") or field not in configs.TYPES:
+            raise ValueError(unknown("--grid", name, [f"config.{x}" for x in configs.TYPES]))
         if field in grid or field in ("seed", "attention.kind", "attention.coupling"):
             raise ValueError(f"--grid {name}: give each field once; seeds and couplings have flags")
         try:
@@ -234,7 +233,7 @@ def compare(
     checkpoint.check_path(out)
     if num_seeds < 1:
         raise ValueError(f"--seeds={num_seeds} must be at least 1")
-    fields = parse_grid(grid, config)
+    fields = parse_grid(grid)
     chosen = settings(config, couplings, fields)
     chosen_baseline(list(chosen), baseline)
     planned = {

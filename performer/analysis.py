@@ -187,7 +187,7 @@ def attention_error(
         value: (..., s, k, v), or None to leave out the errors of the output.
         coupling: a name that `performer.couplings.get` knows, or a coupling: any function
             (key, m, h) -> (m, h).
-        num_features: m.
+        num_features: m; 0 for the pairs of an `exact_window` alone.
         draws: D, independent draws of the frequencies. Each key head has its own; the leading axes
             share them. Draw i, (k, m, h), is
             `couplings.draw(jax.random.fold_in(jax.random.key(seed), i), coupling, m, h, k)`.
@@ -222,10 +222,12 @@ def attention_error(
     _check(query, key, value, coupling, num_features, options)
     tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
     m, k, keys = num_features, key.shape[-2], jax.random.key(seed)
-    frequencies = np.asarray(_frequencies(couplings.get(coupling), m, most, h, k, draws, keys))
+    frequencies = np.zeros((draws, k, 0, h), np.float32)
+    if m:
+        frequencies = np.asarray(_frequencies(couplings.get(coupling), m, most, h, k, draws, keys))
     frequencies = np.pad(frequencies, [(0, 0), (0, 0), (0, most + -most % FEATURES - m), (0, 0)])
     used = np.arange(frequencies.shape[-2]) < m
-    log_weights = np.where(used, -math.log(m), -np.inf).astype(np.float32)
+    log_weights = np.where(used, -math.log(max(1, m)), -np.inf).astype(np.float32)
     if fitted.root is not None:  # `fold` leaves out det L, which attention does not see
         log_det = np.linalg.slogdet(np.asarray(fitted.root, np.float64)).logabsdet
         log_weights = log_weights + np.asarray(log_det, np.float32)[..., None]
@@ -334,16 +336,17 @@ def _print(line: str) -> None:
 
 def _check(query, key, value, coupling, m, options) -> None:
     """Check shapes and sizes, those of attention by tracing the op; raises ValueError."""
-    if m < 1:
-        raise ValueError(f"num_features must be at least 1, got {m}")
+    if m < (0 if options["exact_window"] else 1):
+        raise ValueError(f"num_features must be at least 1 without exact_window, got {m}")
     if key.shape[:-3] != query.shape[:-3] or not query.size:
         raise ValueError(
             f"query has shape {query.shape} and key {key.shape}: their batch axes must be the same,"
             " and no axis empty"
         )
-    function, h = couplings.get(coupling), query.shape[-1]
-    frequencies = jax.eval_shape(lambda x: function(x, m, h), jax.random.key(0))
-    if frequencies.shape != (m, h):
+    function, h, frequencies = couplings.get(coupling), query.shape[-1], None
+    if m:
+        frequencies = jax.eval_shape(lambda x: function(x, m, h), jax.random.key(0))
+    if frequencies is not None and frequencies.shape != (m, h):
         raise ValueError(
             f"the coupling gives frequencies of shape {frequencies.shape}; expected one row for"
             f" each feature, {(m, h)}"

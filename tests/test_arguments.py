@@ -9,7 +9,7 @@ from tests import commands
 from vit import config
 from vit.config import arguments
 
-FIELDS = config.flatten(config.Config())
+FIELDS = {name: x for name, x in config.flatten(config.Config()).items() if name in config.TYPES}
 
 
 def program(*given):

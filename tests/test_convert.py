@@ -28,6 +28,11 @@ def softmax_run(tmp_path_factory):
     return workdir
 
 
+def softmax_blocks(run):
+    blocks = config.of_run(run).attention.blocks
+    return [number for number, block in enumerate(blocks) if block.kind == "softmax"]
+
+
 OPTIONS = dict(coupling=["orf-antithetic"], calibration="full", num_features=[16])
 
 
@@ -72,7 +77,7 @@ def test_data_of_other_classes_are_refused(softmax_run, tmp_path, monkeypatch):
 
 def test_kept_layers_are_in_the_config_and_stay_softmax(converted):
     out, _ = converted
-    exact = int(config.of_run(out).attention.exact_layers)
+    (exact,) = softmax_blocks(out)
     layers = [block.attention.attention_fn for block in runs.restore(out).model().blocks]
     assert layers[exact] is nnx.dot_product_attention
     assert isinstance(layers[1 - exact], PerformerAttention)
@@ -111,8 +116,9 @@ def test_a_tolerance_chooses_the_sizes_of_each_block(softmax_run, tmp_path):
     convert.convert(softmax_run, out, **OPTIONS, exact_keys=2, draws=1, images=32, tolerance=0.09)
     own = config.of_run(out).attention
     first, *_, last = read_csv(out / "heads.csv")
-    assert own.exact_layers == "1"
-    assert own.sizes == f"{first['m']}+{first['exact keys']}+0,16+2+0"
+    assert [block.kind for block in own.blocks] == ["performer", "softmax"]
+    assert own.blocks[0][1:3] == (int(first["m"]), "full")
+    assert own.blocks[0].exact_keys == int(first["exact keys"])
     assert last["attention"] == "exact"
     attention = runs.restore(out).model().blocks[0].attention.attention_fn
     size = attention.frequencies.shape[-2], attention.exact.keys
@@ -126,11 +132,13 @@ def test_without_sizes_each_block_has_its_own(softmax_run, tmp_path):
     out = tmp_path / "chosen"
     convert.convert(softmax_run, out, draws=1, images=32, tolerance=0.2)
     own, rows = config.of_run(out).attention, read_csv(out / "heads.csv")
-    given = {int(r["layer"]): f"{r['m']}+{r['exact keys']}+{r['exact rows']}" for r in rows}
+    sizes = ("m", "exact keys", "exact rows")
+    given = {int(row["layer"]): [int(row[name]) for name in sizes] for row in rows}
     linear = [int(r["layer"]) for r in rows if r["attention"] == "linear"]
     assert linear
     for block in linear:
-        assert own.sizes.split(",")[block] == given[block]
+        m, *_, keys, rows = own.blocks[block][1:6]
+        assert [m, keys, rows] == given[block]
     last = read_csv(out / "conversion.csv")[-1]
     assert last["m"] == "by layer"
     accuracy = evaluate.evaluate_run(out)["eval_accuracy"]
@@ -166,9 +174,9 @@ def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
             assert (tmp_path / f"{name}.{suffix}").exists()
     rows = read_csv(tmp_path / "own.csv")
     assert [r["layer"] + r["head"] for r in rows] == ["00", "01", "10", "11"]
-    exact = config.of_run(converted[0]).attention.exact_layers
+    (exact,) = softmax_blocks(converted[0])
     for row in rows:
-        assert (float(row["attention error"]) == 0) == (row["layer"] == exact)
+        assert (float(row["attention error"]) == 0) == (row["layer"] == str(exact))
 
 
 def test_converted_run_evaluates_and_trains_on(converted, tmp_path):
@@ -178,7 +186,7 @@ def test_converted_run_evaluates_and_trains_on(converted, tmp_path):
         coupling="orf-antithetic",
         num_features=16,
         calibration="full",
-        exact_layers=settings.attention.exact_layers,
+        blocks=settings.attention.blocks,
     )
     before = evaluate.evaluate_run(out)
     assert before["step"] == 0

@@ -13,13 +13,15 @@ from tests.tiers import tiers
 from vit import config
 from vit.model import classification
 
+BLOCKS = (config.Block(num_features=256), config.Block("softmax"))
+
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     tiers(
         [
             ("softmax", {"pooling": "attention", "activation": "swiglu", "registers": 40}),
-            ("performer", {"pooling": "token+mean", "pre_logits": True, "exact_layers": "1"}),
+            ("performer", {"pooling": "token+mean", "pre_logits": True, "blocks": BLOCKS}),
             ("performer", {"pooling": "mean", "exact_window": 32}),
         ],
         1,
@@ -28,7 +30,7 @@ from vit.model import classification
 def test_operations_are_those_that_xla_counts(kind, options):
     """XLA adds what is no product (normalisation, exponentials); attention is half of the rest."""
     options = dict(options)
-    own = {name: options.pop(name) for name in ("exact_layers", "exact_window") if name in options}
+    own = {name: options.pop(name) for name in ("blocks", "exact_window") if name in options}
     settings = small_config(
         model=config.Model("XS/4", depth=2, **options),
         attention=config.Attention(kind, num_features=256, **own),

@@ -9,16 +9,15 @@ import pytest
 from flax import nnx
 
 from experiments.language_model import generate, text, train
-from experiments.language_model.attention import Hybrid, Softmax
 from experiments.language_model.model import cross_entropies, losses
 from experiments.language_model.task import Settings, layers, task
-from performer.refinement import LEARNED, Far
+from performer.nnx import PerformerAttention
 from tests.small import read_csv
 from vit import convert, evaluate
-from vit.config import Attention, Size, of_run, validate
+from vit.config import Block, Size, of_run, validate
 from vit.run import files, loop, runs
 from vit.task import random_streams
-from vit.weights.conversion import Case, exchanged
+from vit.weights.conversion import Case, linearized
 
 pytestmark = pytest.mark.thorough
 
@@ -74,41 +73,35 @@ def test_streaming_is_the_whole_text(kind):
     np.testing.assert_allclose(changed[:, :15], whole[:, :15], atol=1e-5)
 
 
-def test_a_window_as_long_as_the_text_is_softmax():
-    model, _, learned, _ = decoder("softmax")
-    far = Far.of(jax.random.normal(jax.random.key(0), (2, 6, 8)))
-    new = exchanged(learned, model, [Hybrid(far, None, 12)] * 2)
-    np.testing.assert_allclose(new(tokens(20)), model(tokens(20)), atol=1e-5)
-    assert isinstance(model.blocks[0].attention.attention_fn, Softmax)
-
-
-def case(coupling, method, m, steps, keep=0):
-    own = Attention("performer", coupling, m, calibration=method, exact_window=4)
-    return Case(own, steps, keep)
-
-
 @pytest.mark.parametrize(
-    ("method", "steps", "m"), [("full", 0, 6), ("shift+scale", 3, 6), ("none", 0, 0)]
+    ("method", "steps", "m", "window"),
+    [("full", 0, 6, 0), ("shift+scale", 3, 6, 4), ("none", 0, 0, 4), ("none", 0, 0, 32)],
 )
-def test_conversion(method, steps, m):
-    """All parameters but those of attention are as they were; losses are of the next character."""
+def test_conversion(method, steps, m, window):
+    """All parameters but those of attention are as they were; losses are of the next character.
+
+    A window as long as the text is softmax attention.
+    """
     model, config, learned, _ = decoder("softmax")
-    batch = {"tokens": tokens(33, rows=9)}
-    replaced = learned.replacement(learned, config, model, [batch])
-    new = replaced(case("orf-antithetic", method, m, steps))
-    assert new.transferred == (steps > 0)
-    found = losses(new.model, batch)
-    logits = np.asarray(new.model(batch["tokens"][:, :-1]), np.float64)
+    batch = {"tokens": tokens(33, rows=9), "mask": jnp.ones(9)}
+    replaced = linearized(learned, config, model, [batch])
+    block = Block(num_features=m, calibration=method, exact_window=window)
+    new, report = replaced(Case("orf-antithetic", block, steps))
+    assert len(report.linear) == 2 * 2
+    sizes = [(x.attention_fn.num_features, x.attention_fn.exact) for x in layers(new)]
+    assert sizes == [(m, (window, int(window > 0), 0, 0))] * 2
+    found = losses(new, batch)
+    if window == 32:
+        np.testing.assert_allclose(found, losses(model, batch), rtol=1e-5)
+    logits = np.asarray(new(batch["tokens"][:, :-1]), np.float64)
     chosen = np.take_along_axis(logits, np.asarray(batch["tokens"])[:, 1:, None], axis=-1)
     of_next = (np.log(np.sum(np.exp(logits), axis=-1, keepdims=True)) - chosen)[..., 0]
     np.testing.assert_allclose(found, of_next.mean(axis=1), rtol=1e-5)
-    sums = learned.count(new.model, batch | {"mask": jnp.arange(9) < 5})
-    late = cross_entropies(new.model, batch)[:5, 16:]
+    sums = learned.count(new, batch | {"mask": jnp.arange(9) < 5})
+    late = cross_entropies(new, batch)[:5, 16:]
     np.testing.assert_allclose(sums["loss_second_half"], late.sum() / 16, rtol=1e-5)
     for name, old in nnx.to_flat_state(nnx.state(model)):
-        np.testing.assert_array_equal(dict(nnx.to_flat_state(nnx.state(new.model)))[name], old)
-    with pytest.raises(ValueError, match="--keep=1: all layers of a language model"):
-        replaced(case("orf", method, 6, steps, keep=1))
+        np.testing.assert_array_equal(dict(nnx.to_flat_state(nnx.state(new)))[name], old)
 
 
 def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
@@ -143,7 +136,7 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     assert late == pytest.approx(found["eval_loss_second_half"], rel=1e-5)
     errors = [float(row["attention error"]) for row in rows]
     assert errors[0] == 0 < min(errors[1:])
-    assert all(x.attention_fn.feature_map is LEARNED for x in layers(runs.restore(out).model()))
+    assert isinstance(layers(runs.restore(out).model())[0].attention_fn, PerformerAttention)
     again = evaluate.evaluate_run(out)
     assert again["step"] == 0
     trained = loop.train(of_run(out), out)
@@ -197,14 +190,6 @@ def test_runs_that_cannot_be_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match=message):
         train.main(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
-
-
-def test_heads_of_the_window_alone_are_trained_on():
-    """Weight decay made NaN of their far weight, -inf."""
-    far = Far.of(jnp.ones((2, 6, 8)))._replace(weight=jnp.full(2, -jnp.inf))
-    weight = Hybrid(far, None, 4).far["weight"][...]
-    assert jnp.isfinite(0.1 * weight).all()
-    assert not jnp.exp(weight).any()
 
 
 @pytest.mark.parametrize("kind", ["softmax", "both"])

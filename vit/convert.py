@@ -32,6 +32,7 @@ stays exact; numbers that are given are then limits.
 
 A run of another task is converted by the command of its task. Its loss is reported if it has no
 accuracy, and with it the task's measures loss_..., such as that of the second half of a text.
+Causal layers have windows in the place of exact keys and rows.
 """
 
 import dataclasses
@@ -49,17 +50,16 @@ from flax import nnx
 from rich.progress import Progress
 
 from performer import couplings
-from performer.nnx import PerformerAttention
 from vit import config as configs
 from vit import data
-from vit.config import arguments
+from vit.config import Block, Config, arguments
 from vit.config.cli import command
 from vit.reports import metrics, report
 from vit.run import checkpoint, devices, runs, safety
 from vit.run.steps import evaluate_model
 from vit.task import SUBJECTS, Model, of_folder, random_streams
 from vit.weights import conversion
-from vit.weights.conversion import Case, Function, Replaced
+from vit.weights.conversion import Case
 
 
 def metric_of(record: metrics.Record) -> str:
@@ -70,7 +70,7 @@ def metric_of(record: metrics.Record) -> str:
 def compare(
     run: runs.Restored,
     model: Model,
-    replaced: Callable[[Case], Replaced],
+    replaced: Callable[[Case], tuple[Model, Any]],
     cases: Sequence[Case],
     draws: int,
 ) -> Iterator[metrics.Record]:
@@ -120,18 +120,84 @@ def compare(
         }
 
     yield record("softmax", "", 0, 0, model)
-    mean = conversion.uniform_so_far if run.task.is_causal else conversion.uniform
-    uniform = [Function(mean) for _ in run.task.layers(model)]
+    uniform = [conversion.uniform] * len(run.task.layers(model))
     yield record("uniform", "", 0, 0, conversion.exchanged(run.task, model, uniform))
-    for window in filter(None, dict.fromkeys(case.attention.exact_window for case in cases)):
-        alone = replaced(Case(configs.Attention(num_features=0, exact_window=window))).model
-        yield record("window alone", "", window, 0, alone)
+    for window in filter(None, dict.fromkeys(case.block.exact_window for case in cases)):
+        alone = Block(num_features=0, calibration="none", exact_window=window)
+        yield record("window alone", "", window, 0, replaced(Case(cases[0].coupling, alone))[0])
     for case in cases:
-        own = case.attention
+        own = case.block
         method = own.calibration + ", refined" * (case.refine_steps > 0)
-        models = [replaced(case._replace(seed=draw)).model for draw in range(draws)]
+        models = [replaced(case._replace(seed=draw))[0] for draw in range(draws)]
         m = own.num_features if case.is_sized else "by layer"
-        yield record(own.coupling, method, own.exact_window, m, *models)
+        yield record(case.coupling, method, own.exact_window, m, *models)
+
+
+def cases_of(
+    *,
+    coupling: Sequence[str],
+    calibration: str,
+    num_features: Sequence[int],
+    refine_steps: int,
+    exact_window: Sequence[int],
+    **same: Any,
+) -> tuple[list[Case], Case]:
+    """Return the attention to compare, and that of the converted run.
+
+    Args:
+        coupling: couplings; the first is that of the run.
+        calibration: of the run; sizes are compared also without.
+        num_features: numbers of features; the largest is that of the run, if any is given.
+        refine_steps: steps of a further case and of the run, if not 0.
+        exact_window: windows; the largest is that of the run.
+        same: fields of `Block` and of `Case` that are those of all.
+    """
+    both = {name: same.pop(name) for name in ("exact_keys", "exact_rows")}
+
+    def case(name: str, method: tuple[str, int], window: int, m: int | None) -> Case:
+        block = Block(calibration=method[0], exact_window=window, **both)
+        block = block if m is None else block._replace(num_features=m)
+        return Case(name, block, method[1], is_sized=m is not None, **same)
+
+    best = (calibration, refine_steps)
+    methods = dict.fromkeys([("none", 0)] * bool(num_features) + [(calibration, 0), best])
+    product = itertools.product(coupling, methods, exact_window, num_features or (None,))
+    chosen = case(coupling[0], best, max(exact_window), max(num_features, default=None))
+    return list(itertools.starmap(case, product)), chosen
+
+
+def with_case(config: Config, case: Case) -> Config:
+    """Return the config of a run with the attention of a case."""
+    own: Any = {name: x for name, x in case.block._asdict().items() if name != "transferred"}
+    return dataclasses.replace(config, attention=configs.Attention(coupling=case.coupling, **own))
+
+
+def converted_config(
+    run: runs.Restored, case: Case, new: Model, num_epochs: float, learning_rate: float
+) -> Config:
+    """Return the config of the converted run, with the records of blocks that are not the case's.
+
+    Args:
+        run: run with softmax attention.
+        case: attention of the new model.
+        new: new model.
+        num_epochs: epochs of fine-tuning.
+        learning_rate: its peak learning rate.
+    """
+    config = with_case(dataclasses.replace(run.config, num_epochs=num_epochs), case)
+    found = conversion.blocks_of(run.task, new, case)
+    if found != configs.blocks(config):
+        config.attention.blocks = found
+    _, num_steps = runs.length(config, run.dataset)
+    config.optim = dataclasses.replace(
+        config.optim,
+        learning_rate=learning_rate,
+        final_learning_rate=min(learning_rate, config.optim.final_learning_rate),
+        warmup_steps=num_steps // 10,
+        constant_steps=0,
+    )
+    configs.validate(config)
+    return config
 
 
 def convert(
@@ -202,61 +268,31 @@ def convert(
         raise ValueError("give at least one coupling and one window (or 0)")
     if not num_features and (exact_keys or exact_rows or any(exact_window)):
         raise ValueError("exact keys, rows and windows are sizes: give num_features also")
-    methods = [(calibration, 0), (calibration, refine_steps)]
-    methods = dict.fromkeys([("none", 0), *methods] if num_features else methods)
-
-    def case(name: str, method: tuple[str, int], window: int, m: int | None) -> Case:
-        exact: Any = dict(exact_window=window, exact_keys=exact_keys, exact_rows=exact_rows)
-        calibrated = configs.Attention("performer", name, calibration=method[0], **exact)
-        if m is not None:
-            calibrated.num_features = m
-        return Case(calibrated, method[1], keep, tolerance=tolerance, is_sized=m is not None)
-
-    product = itertools.product(coupling, methods, exact_window, num_features or (None,))
-    cases = list(itertools.starmap(case, product))
+    cases, chosen = cases_of(
+        coupling=coupling,
+        calibration=calibration,
+        num_features=num_features,
+        refine_steps=refine_steps,
+        exact_window=exact_window,
+        exact_keys=exact_keys,
+        exact_rows=exact_rows,
+        keep=keep,
+        tolerance=tolerance,
+    )
     for each in cases:
-        configs.validate(dataclasses.replace(config, attention=each.attention))
+        configs.validate(with_case(config, each))
     checkpoint.check_path(out)
     safety.check_vacant(out, "--out")
     run = runs.restore(workdir).with_window(max(exact_window))
-    if run.task.replacement and (exact_keys or exact_rows or tolerance):
-        names = "exact_keys, exact_rows and tolerance"
-        raise ValueError(f"{names} cannot be combined with a run of {run.task.name}")
-    if run.task.replacement and not num_features:
-        raise ValueError(f"a run of {run.task.name} requires num_features")
+    if run.task.is_causal and (exact_keys or exact_rows):
+        raise ValueError("exact keys and rows are of attention to all keys: give --exact_window")
     model = run.model()
     batches = list(runs.training_examples(run, images))
-    replacement = run.task.replacement or conversion.linearized
-    replaced = replacement(run.task, run.config, model, batches)
-    best = (calibration, refine_steps)
-    chosen = case(coupling[0], best, max(exact_window), max(num_features, default=None))
-    converted = replaced(chosen)
-    layers = zip(*map(run.task.layers, (model, converted.model)), strict=True)
-    exact = [str(i) for i, pair in enumerate(layers) if conversion.is_same(*pair)]
-    own = dataclasses.replace(chosen.attention, exact_layers=",".join(exact))
-    if tolerance is not None or not chosen.is_sized:
-        functions = [layer.attention_fn for layer in run.task.layers(converted.model)]
-        sizes = [
-            (f.frequencies.shape[-2], f.exact.keys, f.exact.rows)
-            if isinstance(f, PerformerAttention) and f.frequencies is not None
-            else (own.num_features, own.exact_keys, own.exact_rows)
-            for f in functions
-        ]
-        own.sizes = ",".join("+".join(map(str, entry)) for entry in sizes)
-    if converted.transferred:  # learned features have no calibration
-        own = dataclasses.replace(own, calibration="none", transferred=True)
-    new_config = dataclasses.replace(config, attention=own, num_epochs=num_epochs)
-    _, num_steps = runs.length(new_config, run.dataset)
-    new_config.optim = dataclasses.replace(
-        config.optim,
-        learning_rate=learning_rate,
-        final_learning_rate=min(learning_rate, config.optim.final_learning_rate),
-        warmup_steps=num_steps // 10,
-        constant_steps=0,
-    )
-    configs.validate(new_config)
+    replaced = conversion.linearized(run.task, run.config, model, batches)
+    converted, heads = replaced(chosen)
+    new_config = converted_config(run, chosen, converted, num_epochs, learning_rate)
     new = run.task.create(new_config, rngs=random_streams(config.seed))
-    nnx.update(new, nnx.state(converted.model))
+    nnx.update(new, nnx.state(converted))
     whole = run.dataset
     if eval_images:
         split = whole.evaluation
@@ -272,8 +308,7 @@ def convert(
             table = report.table(records, folder / "conversion")
             status = f"{record['coupling']} {record[metric_of(record)]:.4f}"
             bar.update(progress, advance=1, description=status)
-        if converted.heads:
-            converted.heads.to_csv(folder / "heads.csv")
+        heads.to_csv(folder / "heads.csv")
     return table
 
 
@@ -288,10 +323,8 @@ def main(workdir: Path, out: Path | None, images: int, **options: Any) -> None:
     table = convert(workdir, out, images=images, **options)
     report.record(out, time.monotonic() - start)
     print(table)
-    own = configs.of_run(out).attention
-    if own.sizes:
-        exact = own.exact_layers or "none"
-        print(f"features, exact keys and rows of the blocks: {own.sizes}; exact blocks: {exact}")
+    for number, block in enumerate(configs.of_run(out).attention.blocks):
+        print(f"block {number}: {block.text}")
     print(f"The report and the converted run are in {out}.")
     print(f"next: {command('train', workdir=out)}")
 

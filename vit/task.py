@@ -84,10 +84,6 @@ class Task(NamedTuple):
     be read and replaced."""
     projections: Callable[[Model, Batch], list[Triple]] = no_attention
     """(model, batch) -> the inputs of the `attention_fn` of each attention layer."""
-    replacement: Callable[..., Callable[..., Any]] | None = None
-    """(task, config, model, batches) -> (`vit.weights.conversion.Case`) ->
-    `vit.weights.conversion.Replaced`, for `vit.convert`; None for
-    `vit.weights.conversion.linearized`."""
     is_causal: bool = False
     """True if a query attends only to keys up to its own position."""
     distances: Callable[[Any], Any] = no_distances

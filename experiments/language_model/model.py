@@ -1,20 +1,22 @@
 """A decoder of characters: pre-norm blocks with rotary positions (Su et al. 2021), no biases.
 
-Its attention is a module that stands alone, so that another can take its place with all parameters
-as they are: `attention.Softmax` or `attention.Hybrid`.
+Its attention is that of the ViT: `config.attention` chooses it, and `vit.convert` replaces it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from experiments.language_model import attention
-from vit.config import Config, Size
+from performer import performer_attention
+from performer.nnx import PerformerAttention
+from vit import config as configs
+from vit.config import Config
 from vit.data import Batch
+from vit.model import attention_of
 from vit.task import Triple
 
 BASE = 10_000.0
@@ -30,40 +32,71 @@ def rotated(x: Float[Array, "b t n h"], place: Int[Array, " t"]) -> Float[Array,
     return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
 
 
-class Attention(nnx.Module):
-    """Projections around an `attention_fn`, which can be exchanged."""
+class Cache(NamedTuple):
+    """All keys and values so far, with room for more."""
 
-    def __init__(self, size: Size, attention_fn: attention.AttentionFn, *, rngs: nnx.Rngs):
-        def linear() -> nnx.Linear:
-            return nnx.Linear(size.width, size.width, use_bias=False, rngs=rngs)
+    key: Float[Array, "b s n h"]
+    value: Float[Array, "b s n h"]
+    position: Int[Array, ""]
 
-        self.query, self.key, self.value, self.out = linear(), linear(), linear(), linear()
-        self.num_heads, self.attention_fn = size.num_heads, attention_fn
+
+class Attention(nnx.MultiHeadAttention):
+    """Flax's layer, causal, with rotary positions; it reads a text also piece by piece."""
+
+    def __init__(self, config: Config, block: configs.Block, *, rngs: nnx.Rngs):
+        super().__init__(
+            num_heads=config.model.size.num_heads,
+            in_features=config.model.size.width,
+            use_bias=False,
+            attention_fn=attention_of(config, block, rngs),
+            decode=False,
+            rngs=rngs,
+        )
 
     def projected(self, x: Float[Array, "b t w"], place: Int[Array, " t"]) -> Triple:
         """Return queries and keys, rotated, and values."""
-        query, key, value = (
-            layer(x).reshape(*x.shape[:2], self.num_heads, -1)
-            for layer in (self.query, self.key, self.value)
-        )
-        return rotated(query, place), rotated(key, place), value
+        return rotated(self.query(x), place), rotated(self.key(x), place), self.value(x)
 
     def __call__(self, x: Float[Array, "b t w"], place: Int[Array, " t"]) -> Float[Array, "b t w"]:
         """The output of a whole text."""
-        return self.out(self.attention_fn(*self.projected(x, place)).reshape(x.shape))
+        return self.out(self.attention_fn(*self.projected(x, place), is_causal=True))
 
-    def stream(self, x: Array, place: Array, state: Any) -> tuple[Array, Any]:
-        """Return the output after earlier tokens, and the state after these."""
-        y, state = self.attention_fn.stream(*self.projected(x, place), state)
-        return self.out(y.reshape(x.shape)), state
+    def empty(self, length: int) -> Any:
+        """State before a text: of exact attention a cache with room for `length` tokens."""
+        if isinstance(self.attention_fn, PerformerAttention):
+            return None  # the first call makes the state
+        none = jnp.zeros((1, length, self.num_heads, self.head_dim))
+        return Cache(none, none, jnp.int32(0))
+
+    def stream(
+        self, x: Float[Array, "b t w"], place: Int[Array, " t"], state: Any
+    ) -> tuple[Float[Array, "b t w"], Any]:
+        """Return the output after earlier tokens, and the state after these.
+
+        The state of random features has a constant size.
+        """
+        query, key, value = self.projected(x, place)
+        if isinstance(self.attention_fn, PerformerAttention):
+            options: Any = self.attention_fn.estimate | dict(initial_state=state)
+            output, state = performer_attention(
+                query, key, value, **options, is_causal=True, return_state=True
+            )
+            return self.out(output), state
+        start = (0, state.position, 0, 0)
+        keys = jax.lax.dynamic_update_slice(state.key, key, start)
+        values = jax.lax.dynamic_update_slice(state.value, value, start)
+        mask = (jnp.arange(keys.shape[1]) <= place[:, None])[None, None]
+        output = jax.nn.dot_product_attention(query, keys, values, mask=mask)
+        return self.out(output), Cache(keys, values, state.position + query.shape[1])
 
 
 class Block(nnx.Module):
     """Attention, then an MLP, each added to what comes in."""
 
-    def __init__(self, size: Size, attention_fn: attention.AttentionFn, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, block: configs.Block, *, rngs: nnx.Rngs):
+        size = config.model.size
         self.norms = nnx.List([nnx.RMSNorm(size.width, rngs=rngs) for _ in range(2)])
-        self.attention = Attention(size, attention_fn, rngs=rngs)
+        self.attention = Attention(config, block, rngs=rngs)
         self.up = nnx.Linear(size.width, size.mlp_dim, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(size.mlp_dim, size.width, use_bias=False, rngs=rngs)
 
@@ -85,10 +118,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: Config, *, characters: int, rngs: nnx.Rngs):
         size = config.model.size
         self.embed = nnx.Embed(characters, size.width, rngs=rngs)
-        self.blocks = nnx.List()
-        for _ in range(size.depth):
-            own = attention.of_config(config, rngs=rngs)
-            self.blocks.append(Block(size, own, rngs=rngs))
+        blocks = [Block(config, block, rngs=rngs) for block in configs.blocks(config)]
+        self.blocks = nnx.List(blocks)
         self.norm = nnx.RMSNorm(size.width, rngs=rngs)
         self.head = nnx.Linear(size.width, characters, use_bias=False, rngs=rngs)
 
@@ -129,9 +160,7 @@ class Decoder(nnx.Module):
 
     def empty(self, length: int) -> list[Any]:
         """Return the states before a text; exact attention has room for `length` tokens."""
-        heads = self.blocks[0].attention.num_heads
-        shape = 1, length, heads, self.head.in_features // heads
-        return [block.attention.attention_fn.empty(shape) for block in self.blocks]
+        return [block.attention.empty(length) for block in self.blocks]
 
     def _logits(self, tokens: Array, attend: Callable[[Attention, Array], Array]) -> Array:
         x = self.embed(tokens)

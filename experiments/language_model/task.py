@@ -1,18 +1,16 @@
 """The task of predicting the next character: the second `Task` of the one trainer."""
 
-from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from experiments.language_model import conversion, text
+from experiments.language_model import text
 from experiments.language_model.model import Attention, Decoder, cross_entropies, losses
 from vit.config import Config
 from vit.data import Batch, Dataset
 from vit.task import SUBJECTS, Sums, Task, Triple
-from vit.weights.conversion import Case, Replaced, samples
 
 NAME, COMMAND = "language model", "python -m experiments.language_model"
 
@@ -38,7 +36,6 @@ def task(characters: int, settings: Settings) -> Task:
         count=count,
         layers=layers,
         projections=projections,
-        replacement=replacement,
         is_causal=True,
         noun="window",
         name=NAME,
@@ -92,17 +89,3 @@ def layers(model: Decoder) -> list[Attention]:
 def projections(model: Decoder, batch: Batch) -> list[Triple]:
     """Return queries, keys and values of each layer."""
     return model.projections(batch["tokens"][:, :-1])
-
-
-def replacement(
-    learned: Task, config: Config, model: Decoder, batches: Sequence[Batch]
-) -> Callable[[Case], Replaced]:
-    """Return `conversion.replaced` with the task of the converted model."""
-    del config
-    seen = samples(learned, model, batches)
-
-    def replaced(case: Case) -> Replaced:
-        new = conversion.replaced(learned, model, seen, batches, case)
-        return Replaced(new, transferred=case.refine_steps > 0)
-
-    return replaced

@@ -37,9 +37,8 @@ def attention_of(kind: str, num_features: int, window: int) -> Attention:
     """Return softmax attention, or features alone, a window alone, or both."""
     if kind == "softmax":
         return Attention(kind)
-    # The window alone has one feature, of weight 0
-    features = ("orf", 1) if kind == "window" else ("orf-antithetic", num_features)
-    return Attention("performer", *features, exact_window=window * (kind != "performer"))
+    m, near = num_features * (kind != "window"), window * (kind != "performer")
+    return Attention(num_features=m, exact_window=near)
 
 
 def config_of(
@@ -126,7 +125,7 @@ def main(
         source_attention = of_run(init_from).attention
         if of_folder(init_from, NAME).get("class_names") != list(dataset.class_names):
             raise ValueError(f"--init_from={init_from} has other characters than the text")
-        if source_attention.transferred or source_attention.calibration != "none":
+        if source_attention.blocks or source_attention.calibration != "none":
             raise ValueError(
                 f"--init_from={init_from} is a converted run, whose features are fitted to its"
                 " layers: train it on in its own folder, or take its softmax run"

@@ -29,7 +29,7 @@ class Layer(NamedTuple):
     slopes: Float[Array, " n"] | None
     """Slopes of ALiBi's bias, if there is one."""
     masked: bool
-    """True if it is called with masks, or is causal."""
+    """True if it is called with masks."""
     padded: bool
     """True if no query sees some of the keys."""
     calls: tuple[tuple[int, tuple[int, ...]], ...] = ()

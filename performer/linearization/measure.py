@@ -154,7 +154,7 @@ def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]
         kind=kind,
         scale=jnp.asarray(record["scale"]),
         slopes=jnp.asarray(slopes) if np.any(np.abs(slopes) > 1e-6) else None,
-        masked=any(seen.places[i].place.masked for i, _ in calls) or not record["open"],
+        masked=any(seen.places[i].place.masked for i, _ in calls),
         padded=not record["all keys"],
         calls=tuple(calls),
     )
@@ -311,7 +311,6 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
         "same heads": jnp.all(seen == visible[:, None]),
         "alibi": alibi,
         "exact": (apart <= tolerance * largest) & (one_scale | jnp.array(place.scaled)),
-        "open": jnp.all(seen),
         "all keys": jnp.all(sample.keys),
         "kinds": jnp.stack([fits(visible, kind) for kind in KINDS]),
         "held out": {name: x[:few] for name, x in held_out._asdict().items()},
@@ -378,7 +377,7 @@ def together(before: dict[str, Any], new: dict[str, Any], scans: int = 0) -> dic
     The first `scans` axes are those of steps. Examples of another length are left out.
     """
     sums = ("moments", "count", "batches", "slopes")
-    facts = ("affine", "same heads", "alibi", "exact", "open", "all keys", "kinds")
+    facts = ("affine", "same heads", "alibi", "exact", "all keys", "kinds")
     both = {name: before[name] + new[name] for name in sums}
     both |= {name: before[name] & new[name] for name in facts}
     for name in ("held out", "fitted"):

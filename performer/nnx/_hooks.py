@@ -30,8 +30,8 @@ class Hook(NamedTuple):
         """Value of the attribute."""
         return getattr(self.module, self.name)
 
-    def trace(self, refused: dict[str, str]) -> None:
-        """Name the operations of the function by the path, and note calls that are refused."""
+    def trace(self, noted: "dict[str, Note]") -> None:
+        """Name the operations of the function by the path, and note how it is called."""
         function = self.function
         if isinstance(function, nnx.Module):
             return  # it may hold arrays, which the graph of the model must contain
@@ -39,7 +39,10 @@ class Hook(NamedTuple):
 
         def traced(query, key, value, *args, **options):
             named = dict(zip(("bias", "mask"), args, strict=False)) | options
-            refused[self.path] = call_of(query, key, **bound | named).refused
+            call = call_of(query, key, **bound | named)
+            before = noted.get(self.path, Note("", False))
+            masked = before.masked or call.mask is not None
+            noted[self.path] = Note(before.refused or call.refused, masked)
             with jax.named_scope(f"{SCOPE}[{self.path}]"):
                 return function(query, key, value, *args, **options)
 
@@ -64,6 +67,15 @@ def hooks(model: nnx.Module) -> Iterator[Hook]:
             if of_layer or is_exact(value):
                 parts = path if of_layer else (*path, name)
                 yield Hook(".".join(map(str, parts)) or name, module, name)
+
+
+class Note(NamedTuple):
+    """How an attention function is called."""
+
+    refused: str
+    """Reason why linear attention does not support the call, or ""."""
+    masked: bool
+    """True if it is given a mask."""
 
 
 class Recorded(NamedTuple):

@@ -136,6 +136,11 @@ class PerformerAttention(nnx.Module):
         return own | options
 
     @property
+    def num_features(self) -> int:
+        """m; 0 for exact pairs alone."""
+        return 0 if self.frequencies is None else self.frequencies[...].shape[-2]
+
+    @property
     def exact(self) -> Exact:
         """Exact pairs of the options."""
         options: dict[str, Any] = dict(self.options)

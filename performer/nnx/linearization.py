@@ -109,7 +109,7 @@ def measure(
         >>> models = [linearize(model, [x], num_features=m, measured=measured) for m in (8, 16)]
     """
     left = {hook.path: _unfit(hook, where) for hook in hooks_.hooks(model)}
-    function, state, refused = _function(model, call or apply_to)
+    function, state, noted = _function(model, call or apply_to)
 
     def is_chosen(place: Named) -> bool:
         path = hooks_.path_of(place.place.scope)
@@ -132,9 +132,9 @@ def measure(
         if left[path]:  # another of its calls cannot be replaced
             continue
         try:
-            if refused.get(path):
-                raise Unfit(refused[path])
-            layers.append(layer_of(seen, path, own))
+            if noted[path].refused:
+                raise Unfit(noted[path].refused)
+            layers.append(layer_of(seen, path, own)._replace(masked=noted[path].masked))
         except Unfit as reason:
             left[path] = f"{reason} ({seen.places[own[0][0]].name})"
     idle = left.keys() - {layer.path for layer in layers}
@@ -175,18 +175,18 @@ def _unfit(hook: hooks_.Hook, where: Callable[[str], bool] | None) -> str:
 
 def _function(
     model: nnx.Module, call: Call
-) -> tuple[Callable[..., Any], nnx.State, dict[str, str]]:
-    """The model as a function of its state and a batch; the state; and path -> refused call."""
-    new, refused = evaluated(model), {}
+) -> tuple[Callable[..., Any], nnx.State, dict[str, hooks_.Note]]:
+    """The model as a function of its state and a batch; the state; and path -> how it is called."""
+    new, noted = evaluated(model), {}
     for hook in list(hooks_.hooks(new)):
-        hook.trace(refused)
+        hook.trace(noted)
     graph, state = nnx.split(new)
 
     def function(state: nnx.State, batch: Any) -> list[Array]:
         output = call(nnx.merge(graph, state), batch)
         return [x for x in jax.tree.leaves(output) if hasattr(x, "shape")]
 
-    return function, state, refused
+    return function, state, noted
 
 
 def _with(state: nnx.State, batches: Iterable[Any]) -> Iterator[tuple[nnx.State, Any]]:

@@ -12,6 +12,7 @@ import operator
 import re
 import runpy
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,6 +158,32 @@ class Model:
         return parse_variant(self.variant)[1]
 
 
+class Block(NamedTuple):
+    """Attention of one block: a row of `config.attention.blocks`.
+
+    Except for `transferred` the fields are those of `Attention` with the same name.
+    """
+
+    kind: str = "performer"
+    num_features: int = 128
+    calibration: str = "none"
+    exact_window: int = 0
+    exact_keys: int = 0
+    exact_rows: int = 0
+    transferred: bool = False
+    """Features are learned by attention transfer, whose parameters the layer holds."""
+
+    @property
+    def text(self) -> str:
+        """The sizes that are not 0: "m = 64, exact_keys = 16", or "softmax attention"."""
+        if self.kind == "softmax":
+            return "softmax attention"
+        sizes = {"m": self.num_features} | {
+            name: x for name, x in self._asdict().items() if name.startswith("exact_")
+        }
+        return ", ".join(f"{name} = {x}" for name, x in sizes.items() if x)
+
+
 @dataclasses.dataclass
 class Attention:
     """Attention of the blocks; all kinds have the same parameters."""
@@ -165,18 +192,15 @@ class Attention:
     coupling: str = _field(
         performer.couplings.DEFAULT, "Coupling, a name of `performer.couplings.names()`."
     )
-    num_features: int = _number(128, "Random features m, the frequencies of a head.", 1, 2**16)
+    num_features: int = _number(
+        *(128, "Random features m, the frequencies of a head.", 1, 2**16),
+        "the pairs of `exact_window` alone",
+    )
     share_heads: bool = _field(False, "Share one draw of frequencies among the heads of a layer.")
     calibration: str = _field(
         "none", 'Calibration by running statistics, "none", "shift", "shift+scale" or "full".'
     )
     redraw_every: int = _count(0, "Training steps between draws of the frequencies; 0: one draw.")
-    exact_layers: str = _field(
-        "",
-        'Blocks with exact attention whatever `kind` is, counted from 0, as "0,3".',
-        'increasing numbers of blocks, separated by commas, as "0,3", or nothing',
-        holds=lambda text: sorted({*exact_layers(text)} - {-1}) == list(exact_layers(text)),
-    )
     implementation: str = _choice(
         "auto blocked pallas",
         """Implementation of `performer_attention`: "auto" for kernels on an NVIDIA GPU where they
@@ -192,15 +216,13 @@ class Attention:
         0, "Keys of a head that are exact for all queries, those with the largest weights."
     )
     exact_rows: int = _count(0, "First tokens whose attention is exact: 1 for a class token.")
-    sizes: str = _field(
-        "",
-        """Features, exact keys and exact rows of each block, for example "64+16+1,128+0+0", where
-        they differ from `num_features`, `exact_keys` and `exact_rows`: `vit.convert` sets it.""",
-        'features, exact keys and exact rows of blocks, for example "64+16+1,128+0+0", or nothing',
-        holds=lambda text: re.fullmatch(r"([1-9]\d*(\+\d+){1,2}(,(?!$)|$))*", text) is not None,
-    )
-    transferred: bool = _field(
-        False, "Features learned beside a window by attention transfer: `vit.convert` sets it."
+    blocks: tuple[Block, ...] = dataclasses.field(
+        default=(),
+        metadata={
+            "help": """Attention of each block, in place of the fields above: `Block` records, in a
+            config file. `vit.convert` writes what it has chosen for each layer.""",
+            "allowed": "must be a tuple of vit.config.Block, one for each block, or ()",
+        },
     )
 
 
@@ -340,7 +362,10 @@ FIELDS: dict[str, dataclasses.Field] = {
     for field in dataclasses.fields(section)
     if field.name not in SECTIONS
 }
-TYPES: dict[str, Any] = {name: field.type for name, field in FIELDS.items()}
+BLOCKS = "attention.blocks"
+"""The field that no flag sets: its value is a table."""
+TYPES: dict[str, Any] = {name: field.type for name, field in FIELDS.items() if name != BLOCKS}
+"""Types of the other fields, which are numbers, words and switches."""
 
 
 RULES: dict[str, Callable[[Config], bool]] = {
@@ -354,16 +379,16 @@ RULES: dict[str, Callable[[Config], bool]] = {
     "config.model.final_norm must be before for config.model.pooling": lambda c: (
         "+" not in c.model.pooling or c.model.final_norm != "after"
     ),
-    "config.attention.exact_layers, counted from 0, must be below config.model.depth; 0 stands for"
-    " the depth of config.model.variant": lambda c: (
-        max(exact_layers(c.attention.exact_layers), default=0) < c.model.size.depth
+    "config.attention.blocks must have config.model.depth records, or none; 0 stands for the depth"
+    " of config.model.variant": lambda c: len(c.attention.blocks) in (0, c.model.size.depth),
+    "config.attention.exact_window must be positive if config.attention.num_features is 0": (
+        lambda c: all(block.num_features or block.exact_window for block in blocks(c))
     ),
-    "config.attention.sizes must be empty or have config.model.depth entries; 0 stands for the"
-    " depth of config.model.variant": lambda c: len(block_sizes(c)) == c.model.size.depth,
     **{
         f"config.attention.{name} must be 0 with config.attention.implementation": (
             lambda c, name=name: (
-                c.attention.implementation != "pallas" or not vars(c.attention)[name]
+                c.attention.implementation != "pallas"
+                or not any(getattr(block, name) for block in blocks(c))
             )
         )
         for name in ("exact_window", "exact_keys", "exact_rows")
@@ -375,7 +400,9 @@ RULES: dict[str, Callable[[Config], bool]] = {
         ((c.data.image_size // c.model.patch_size) ** 2 + c.model.num_prefix) % c.seq == 0
     ),
     "config.seq must be 1 with config.attention.exact_window, config.attention.exact_keys and"
-    " config.attention.exact_rows": lambda c: c.seq == 1 or not any(exact(c)),
+    " config.attention.exact_rows": lambda c: (
+        c.seq == 1 or not any(any(exact(c, block)) for block in blocks(c))
+    ),
     "config.data.eval_resize must be 0, or one to four times config.data.image_size": lambda c: (
         not c.data.eval_resize or 1 <= c.data.eval_resize / c.data.image_size <= 4
     ),
@@ -415,11 +442,15 @@ def validate(config: Config) -> None:
                 re.sub(r"config\.([\w.]+)", lambda x: f"{x[0]} ({flat[x[1]]!r})", message)
             )
     try:
-        performer.calibration.parts(own.calibration)
-        draw, head_dim = performer.couplings.get(own.coupling), config.model.size.head_dim
-        jax.eval_shape(lambda key: draw(key, own.num_features, head_dim), jax.random.key(0))
+        for block in blocks(config):
+            performer.calibration.parts(block.calibration)
+            draw = partial(performer.couplings.draw, coupling=own.coupling)
+            sizes = dict(num_features=block.num_features, head_dim=config.model.size.head_dim)
+            if block.num_features:
+                jax.eval_shape(partial(draw, **sizes), jax.random.key(0))
     except ValueError as error:
         names = [f"attention.{name}" for name in ("calibration", "coupling", "num_features")]
+        names += [BLOCKS] * bool(own.blocks)
         given = ", ".join(f"config.{name}={flat[name]!r}" for name in names)
         raise ValueError(f"{given}: {error}") from error
 
@@ -429,15 +460,27 @@ def check_fields(config: Config) -> None:
     for name, kind in SECTIONS.items():
         if type(section := getattr(config, name)) is not kind:
             raise ValueError(f"config.{name}={section!r}: must be a vit.config.{name.title()}")
-    for field, value in flatten(config).items():
-        kinds = (int, float) if TYPES[field] is float else TYPES[field]
-        is_other_bool = isinstance(value, bool) and TYPES[field] is not bool
-        metadata = FIELDS[field].metadata
-        holds = metadata.get("holds", lambda _: True)
-        if not isinstance(value, kinds) or is_other_bool or not holds(value):
-            raise ValueError(f"config.{field}={value!r}: {allowed(field)}")
-        if value not in metadata.get("choices", [value]):
-            raise ValueError(unknown(f"config.{field}", str(value), metadata["choices"]))
+    values, given = flatten(config), config.attention.blocks
+    if type(given) is not tuple or any(type(block) is not Block for block in given):
+        raise ValueError(f"config.{BLOCKS}={given!r}: {allowed(BLOCKS)}")
+    for field in TYPES:
+        _check_value(f"config.{field}", values[field], field)
+    for number, block in enumerate(given):
+        for name, value in block._asdict().items():
+            if f"attention.{name}" in TYPES:
+                _check_value(f"config.{BLOCKS}[{number}].{name}", value, f"attention.{name}")
+
+
+def _check_value(name: str, value: Any, field: str) -> None:
+    """Raise ValueError, with the name, for a value that the field does not admit."""
+    kinds = (int, float) if TYPES[field] is float else TYPES[field]
+    is_other_bool = isinstance(value, bool) and TYPES[field] is not bool
+    metadata = FIELDS[field].metadata
+    holds = metadata.get("holds", lambda _: True)
+    if not isinstance(value, kinds) or is_other_bool or not holds(value):
+        raise ValueError(f"{name}={value!r}: {allowed(field)}")
+    if value not in metadata.get("choices", [value]):
+        raise ValueError(unknown(name, str(value), metadata["choices"]))
 
 
 def allowed(field: str) -> str:
@@ -460,38 +503,17 @@ def parse_variant(variant: str) -> tuple[Size, int]:
     return SIZES[name], int(patch_size)
 
 
-def exact(config: Config) -> Exact:
-    """Return the exact pairs of a config's attention; with a window also the prefix is exact."""
+def blocks(config: Config) -> tuple[Block, ...]:
+    """Return the attention of each block: the records of the config, or its one for all."""
     own = config.attention
-    first = config.model.num_prefix if own.exact_window else 0
-    return Exact(own.exact_window, first, own.exact_keys, own.exact_rows)
+    same = Block(**{name: getattr(own, name) for name in Block._fields if hasattr(own, name)})
+    return own.blocks or (same,) * config.model.size.depth
 
 
-def block_sizes(config: Config) -> list[tuple[int, ...]]:
-    """Return the numbers of features, exact keys and exact rows of each block."""
-    own = config.attention
-    if not own.sizes:
-        return [(own.num_features, own.exact_keys, own.exact_rows)] * config.model.size.depth
-    entries = [tuple(map(int, entry.split("+"))) for entry in own.sizes.split(",")]
-    return [(*entry, own.exact_rows)[:3] for entry in entries]
-
-
-def of_block(config: Config, block: int) -> Config:
-    """Return the config with the attention of this block: softmax if exact, or its own sizes."""
-    m, keys, rows = block_sizes(config)[block]
-    sizes: Any = dict(num_features=m, exact_keys=keys, exact_rows=rows)
-    own = dataclasses.replace(config.attention, **sizes)
-    if block in exact_layers(own.exact_layers):
-        own.kind = "softmax"
-    return dataclasses.replace(config, attention=own)
-
-
-def exact_layers(text: str) -> tuple[int, ...]:
-    """Return the numbers of "0,3"; -1 for another text."""
-    try:
-        return tuple(map(int, text.split(","))) if text else ()
-    except ValueError:
-        return (-1,)
+def exact(config: Config, block: Block) -> Exact:
+    """Return the exact pairs of a block; with a window also class token and registers are exact."""
+    first = config.model.num_prefix if block.exact_window else 0
+    return Exact(block.exact_window, first, block.exact_keys, block.exact_rows)
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -541,7 +563,9 @@ def bundled(name: str) -> Config:
 
 def save(config: Config, path: Path) -> None:
     """Write the config as JSON, atomically."""
-    files.write(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    values = dataclasses.asdict(config)
+    values["attention"]["blocks"] = [block._asdict() for block in config.attention.blocks]
+    files.write(path, json.dumps(values, indent=2) + "\n")
 
 
 def load(path: Path) -> Config:
@@ -557,12 +581,28 @@ def load(path: Path) -> Config:
             attention["implementation"] = "blocked"
         if attention.get("mask") == "none":  # an earlier field, of masks without a gain
             del attention["mask"]
+        earlier = [attention.pop(name, "") for name in ("sizes", "exact_layers", "transferred")]
+        attention["blocks"] = tuple(Block(**block) for block in attention.get("blocks", ()))
         sections = {name: kind(**values[name]) for name, kind in SECTIONS.items() if name in values}
         config = Config(**(values | sections))
+        if any(earlier):
+            config.attention.blocks = _of_earlier(config, *earlier)
         check_fields(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error
     return config
+
+
+def _of_earlier(config: Config, sizes: str, exact: str, transferred: bool) -> tuple[Block, ...]:
+    """Return the blocks of earlier fields: sizes "64+16+1,...", exact blocks "0,3"."""
+    new = [block._replace(transferred=bool(transferred)) for block in blocks(config)]
+    for i, entry in enumerate(sizes.split(",") if sizes else ()):
+        names = ("num_features", "exact_keys", "exact_rows")
+        own: Any = dict(zip(names, map(int, entry.split("+")), strict=False))
+        new[i] = new[i]._replace(**own)
+    for i in map(int, exact.split(",") if exact else ()):
+        new[i] = new[i]._replace(kind="softmax")
+    return tuple(new)
 
 
 def of_run(workdir: Path) -> Config:

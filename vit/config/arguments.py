@@ -183,7 +183,7 @@ def help_text(values: flags.FlagValues, program: str = "") -> str:
     if "config" in values:
         lines += ["", HEADING]
         section = None
-        for field, value in flatten(Config()).items():
+        for field, value in ((name, flatten(Config())[name]) for name in TYPES):
             if field.rpartition(".")[0] != section:
                 section = field.rpartition(".")[0]
                 lines.append("")

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Real
 
 from performer.nnx import PerformerAttention
-from vit.config import Config, exact, of_block
+from vit import config as configs
+from vit.config import Config
 from vit.task import random_streams as random_streams
 
 INITS = {
@@ -63,7 +64,8 @@ class ViT(nnx.Module):
         self.has_token, self.num_prefix = "token" in model.pooling, model.num_prefix
         dtype = jnp.dtype(model.dtype)
         grid = config.data.image_size // patch_size
-        self.grid, self.has_window = grid, config.attention.exact_window > 0
+        own = configs.blocks(config)
+        self.grid, self.has_window = grid, any(block.exact_window for block in own)
         patch = (patch_size, patch_size)
         self.embed = nnx.Conv(
             channels, size.width, patch, patch, padding="VALID", dtype=dtype, rngs=rngs
@@ -82,7 +84,7 @@ class ViT(nnx.Module):
         norm = partial(nnx.LayerNorm, size.width, epsilon=model.epsilon, rngs=rngs)
         self.embed_norm = norm(dtype=dtype) if model.embed_norm else None
         rates = np.linspace(0, model.drop_path, size.depth).tolist()
-        blocks = [Block(of_block(config, i), rngs, rate) for i, rate in enumerate(rates)]
+        blocks = [Block(config, *each, rngs) for each in zip(own, rates, strict=True)]
         self.blocks = nnx.List(blocks)
         self.norm = None if model.final_norm == "none" else norm(dtype=jnp.float32)
         self.pool = AttentionPooling(config, rngs) if self.pooling == "attention" else None
@@ -184,20 +186,22 @@ def mlp(config: Config, rngs: nnx.Rngs) -> tuple[nnx.Linear, nnx.Linear]:
     return linear(size.width, hidden), linear(size.mlp_dim, size.width)
 
 
-def performer(config: Config, rngs: nnx.Rngs) -> PerformerAttention:
-    """Return the random-feature attention of a block."""
+def attention_of(config: Config, block: configs.Block, rngs: nnx.Rngs) -> Callable[..., Array]:
+    """Return the `attention_fn` of a block: Flax's exact attention, or random features."""
+    if block.kind == "softmax":
+        return nnx.dot_product_attention
     own, size = config.attention, config.model.size
     return PerformerAttention(
-        own.num_features,
+        block.num_features,
         size.head_dim,
         coupling=own.coupling,
         num_heads=None if own.share_heads else size.num_heads,
         redraw_every=own.redraw_every,
-        calibration=own.calibration,
+        calibration=block.calibration,
         implementation=None if own.implementation == "auto" else own.implementation,
-        **exact(config).options,
+        **configs.exact(config, block).options,
         split="seq",
-        transferred=own.transferred,
+        transferred=block.transferred,
         rngs=rngs,
     )
 
@@ -209,10 +213,9 @@ class Block(nnx.Module):
     divided by 1 - drop_path.
     """
 
-    def __init__(self, config: Config, rngs: nnx.Rngs, drop_path: float = 0.0):
+    def __init__(self, config: Config, own: configs.Block, drop_path: float, rngs: nnx.Rngs):
         model, width = config.model, config.model.size.width
-        linear = config.attention.kind == "performer"
-        attention_fn = performer(config, rngs) if linear else nnx.dot_product_attention
+        attention_fn = attention_of(config, own, rngs)
         dtype = jnp.dtype(model.dtype)
         norm = partial(nnx.LayerNorm, width, epsilon=model.epsilon, dtype=dtype, rngs=rngs)
         self.attention_norm = norm()

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from vit import data
-from vit.config import Attention, Config, of_block
+from vit.config import Block, Config, blocks
 from vit.data import Batch, Dataset, augment
 from vit.model import ViT
 from vit.task import SUBJECTS, Sums, Task, Triple
@@ -180,24 +180,23 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
 
     With n tokens of width w, L layers and m features: 2 n p^2 c w for the embedding, and in each
     layer 8 n w^2 for the projections, 4 n w mlp_dim (6 with SwiGLU), and 4 n^2 w for softmax or
-    8 n m w for random features (`exact_layers` are softmax), plus 4 n w for each exact key of a
-    query, or 2 n^2 (m heads + w) for a mask. Pooling by attention is a layer with one
-    query; `pre_logits` adds 2 w^2. A training step has three times as many; recomputation by
-    `remat` is not counted.
+    8 n m w for random features, plus 4 n w for each exact key of a query. Pooling by attention is a
+    layer with one query; `pre_logits` adds 2 w^2. A training step has three times as many;
+    recomputation by `remat` is not counted.
     """
     size, patch_size = config.model.size, config.model.patch_size
     patches = (config.data.image_size // patch_size) ** 2
     pooling, width = config.model.pooling, size.width
     n = patches + config.model.num_prefix
-    window = config.attention.exact_window
-    near = min(n, 3 * window + config.model.num_prefix) if window else 0
 
-    def block(own: Attention) -> int:
-        if own.kind == "softmax":
+    def of_block(block: Block) -> int:
+        if block.kind == "softmax":
             return 4 * n**2 * width
-        return 4 * n * width * (2 * own.num_features + near + min(n, own.exact_keys))
+        window = block.exact_window
+        near = min(n, 3 * window + config.model.num_prefix) if window else 0
+        return 4 * n * width * (2 * block.num_features + near + min(n, block.exact_keys))
 
-    attention = sum(block(of_block(config, i).attention) for i in range(size.depth))
+    attention = sum(map(of_block, blocks(config)))
     mlp = (6 if config.model.activation == "swiglu" else 4) * size.mlp_dim
     layer = width * (8 * n * width + n * mlp)
     pooled = width * (4 * (patches + 1) * width + mlp + 4 * patches) * (pooling == "attention")

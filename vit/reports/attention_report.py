@@ -57,7 +57,7 @@ def rows(
     for number, (function, (query, key, value)) in enumerate(zip(functions, triples, strict=True)):
         m, near = num_features, exact
         if linear[number]:
-            m, near = function.frequencies.shape[-2], function.exact
+            m, near = function.num_features, function.exact
         error = attention_error(
             query,
             key,
@@ -159,7 +159,7 @@ def report_attention(
         coupling=own.coupling,
         num_features=own.num_features,
         draws=draws,
-        exact=configs.exact(config),
+        exact=configs.exact(config, configs.blocks(config)[0]),
     )
     calibration = "none" if own.kind == "softmax" else own.calibration
     title = f"{workdir.name}: {own.coupling}, m = {own.num_features}, calibration {calibration}"

@@ -1,23 +1,20 @@
 """A trained softmax model with another attention.
 
-`vit.convert` is the command. The layers of a task are replaced by `performer.nnx.linearize`, or by
-the task's own `Task.replacement`; attention errors are measured alike for every task.
+`vit.convert` is the command. The layers of any task are replaced by `performer.nnx.linearize`, and
+attention errors are measured alike for every task.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from performer import performer_attention
-from performer.attention import Exact
 from performer.linearization import Report
 from performer.linearization.layers import Measured
-from performer.nnx import linearize, measure
+from performer.nnx import PerformerAttention, linearize, measure
 from performer.refinement import Sample, softmax_attention, squared
 from vit import config as configs
 from vit import data
@@ -30,8 +27,9 @@ ERROR_EXAMPLES = 8
 class Case(NamedTuple):
     """The attention that replaces softmax."""
 
-    attention: configs.Attention
-    """`num_features` is 0 for the exact keys alone."""
+    coupling: str
+    block: configs.Block
+    """Sizes and calibration of each layer."""
     refine_steps: int = 0
     keep: int = 0
     """Number of layers that stay exact, those with the largest errors."""
@@ -42,27 +40,6 @@ class Case(NamedTuple):
     """False if `linearize` chooses the sizes of each layer."""
 
 
-class Replaced(NamedTuple):
-    """A model with another attention and the same parameters."""
-
-    model: Model
-    heads: Report | None = None
-    """Errors of each head on the training examples, if the task has them."""
-    transferred: bool = False
-    """Features are those of attention transfer, as `config.attention.transferred`."""
-
-
-class Function(nnx.Module):
-    """(query, key, value, *own) -> output as an `attention_fn`; other arrays, same program."""
-
-    def __init__(self, function: Callable[..., Array], own: tuple = ()):
-        self.function, self.own = function, nnx.Variable(own)
-
-    def __call__(self, query: Array, key: Array, value: Array, **_: Any) -> Array:
-        """Return the output; masks and dropout are ignored."""
-        return self.function(query, key, value, *self.own.get_value())
-
-
 def exchanged(task: Task, model: Model, functions: Iterable[Any]) -> Model:
     """Return a copy of the model with these `attention_fn`, one for each layer."""
     new = nnx.clone(model)
@@ -71,25 +48,11 @@ def exchanged(task: Task, model: Model, functions: Iterable[Any]) -> Model:
     return new
 
 
-def uniform(query: Array, key: Array, value: Array) -> Array:
-    """Return the mean of all values."""
+def uniform(query: Array, key: Array, value: Array, is_causal: bool = False, **_: Any) -> Array:
+    """Return the mean of the values, of all or up to each query; an `attention_fn`."""
+    if is_causal:
+        return jnp.cumsum(value, axis=-3) / jnp.arange(1, value.shape[-3] + 1)[:, None, None]
     return jnp.broadcast_to(jnp.mean(value, axis=-3, keepdims=True), value.shape)
-
-
-def uniform_so_far(query: Array, key: Array, value: Array) -> Array:
-    """Return the mean of the values up to each place."""
-    return jnp.cumsum(value, axis=-3) / jnp.arange(1, value.shape[-3] + 1)[:, None, None]
-
-
-@cache  # the same function for the same window is the same program
-def window_alone(exact: Exact) -> Callable[..., Array]:
-    """Return softmax over the exact keys of a window."""
-
-    def attend(query: Array, key: Array, value: Array) -> Any:
-        options: Any = exact.options
-        return performer_attention(query, key, value, None, **options)
-
-    return attend
 
 
 def measured_layers(task: Task, model: nnx.Module, batches: Iterable[Any]) -> Measured:
@@ -102,29 +65,25 @@ def measured_layers(task: Task, model: nnx.Module, batches: Iterable[Any]) -> Me
 
 def linearized(
     task: Task, config: configs.Config, model: Model, batches: Sequence[data.Batch]
-) -> Callable[[Case], Replaced]:
-    """Return (case) -> the model with a Performer's attention, by `performer.nnx.linearize`.
+) -> Callable[[Case], tuple[Model, Report]]:
+    """Return (case) -> the model with a Performer's attention and its errors (`linearize`).
 
     Args:
         task: task of the model.
-        config: config of the run; its prefix tokens are exact beside a window.
+        config: config of the run; its prefix tokens are exact with a window.
         model: in evaluation mode, its tokens in the order of a window.
         batches: training examples, which calibrate and refine.
     """
     measured = measured_layers(task, model, batches)
 
-    def replaced(case: Case) -> Replaced:
-        own = case.attention
-        exact = configs.exact(dataclasses.replace(config, attention=own))
-        if not own.num_features:
-            alone = [Function(window_alone(exact)) for _ in task.layers(model)]
-            return Replaced(exchanged(task, model, alone))
-        sizes: Any = exact.options | {"num_features": own.num_features} if case.is_sized else {}
-        new, heads = linearize(
+    def replaced(case: Case) -> tuple[Model, Report]:
+        exact = configs.exact(config, case.block).options
+        sizes: Any = exact | {"num_features": case.block.num_features} if case.is_sized else {}
+        return linearize(
             model,
             batches,
-            coupling=own.coupling,
-            calibration=own.calibration,
+            coupling=case.coupling,
+            calibration=case.block.calibration,
             refine_steps=case.refine_steps,
             keep=case.keep,
             tolerance=case.tolerance,
@@ -133,10 +92,28 @@ def linearized(
             measured=measured,
             seed=case.seed,
         )
-        learned = any(getattr(layer.attention_fn, "learned", None) for layer in task.layers(new))
-        return Replaced(new, heads, transferred=learned)
 
     return replaced
+
+
+def blocks_of(task: Task, model: Model, case: Case) -> tuple[configs.Block, ...]:
+    """Return the records of a converted model's layers for `config.attention.blocks`."""
+
+    def block(function: Any) -> configs.Block:
+        if not isinstance(function, PerformerAttention):
+            return case.block._replace(kind="softmax")
+        window, _, keys, rows = function.exact
+        return configs.Block(
+            kind="performer",
+            num_features=function.num_features,
+            calibration=case.block.calibration if function.statistics else "none",
+            exact_window=window,
+            exact_keys=keys,
+            exact_rows=rows,
+            transferred=bool(function.learned),
+        )
+
+    return tuple(block(layer.attention_fn) for layer in task.layers(model))
 
 
 def samples(task: Task, model: Model, batches: Iterable[data.Batch]) -> list[Sample]:
@@ -158,22 +135,24 @@ def errors(task: Task, old: Model, new: Model, seen: Sequence[Sample]) -> list[f
     """
     pairs = zip(task.layers(old), task.layers(new), seen, strict=True)
     return [
-        0.0 if is_same(*layers) else float(_error(task.is_causal, layers[1].attention_fn, sample))
+        0.0 if is_same(*layers) else float(_error(task.is_causal, layers[1], sample))
         for *layers, sample in pairs
     ]
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """Return true if both layers have attention of one kind."""
-    return type(old.attention_fn) is type(new.attention_fn)
+    """Return true if both layers have the same function, or modules of one class."""
+    functions = old.attention_fn, new.attention_fn
+    kinds = [type(x) if isinstance(x, nnx.Module) else x for x in functions]
+    return kinds[0] is kinds[1]
 
 
 @partial(nnx.jit, static_argnums=0)
-def _error(is_causal: bool, attention_fn: Any, sample: Sample) -> Float[Array, ""]:
+def _error(is_causal: bool, layer: Any, sample: Sample) -> Float[Array, ""]:
     query, key = sample[:2]
     b, s, n, _ = key.shape
     # Values of unit vectors give the rows of the matrix: (b, t, n, s) -> (b, n, t, s)
     units = jnp.broadcast_to(jnp.eye(s)[:, None], (b, s, n, s))
-    estimate = jnp.moveaxis(attention_fn(query, key, units), -2, -3)
+    estimate = jnp.moveaxis(layer.attention_fn(query, key, units, is_causal=is_causal), -2, -3)
     exact, pairs = softmax_attention(sample, is_causal), sample.pairs(is_causal)
     return jnp.mean(squared(estimate, exact, pairs))

@@ -298,7 +298,7 @@ def _cubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
     return weights
 
 
-FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "transferred", "sizes")
+FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "blocks")
 """Fields of `config.attention` that determine the draw of frequencies."""
 
 
