@@ -48,6 +48,12 @@ def test_a_config_of_an_earlier_version_loads(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     want = config.with_values(small_config(), {"attention.implementation": "blocked"})
     assert config.load(tmp_path / "config.json") == want
+    own = {"sizes": "64+16+1,8+0", "exact_layers": "1", "transferred": True, "exact_rows": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"attention": own}))
+    blocks = config.load(tmp_path / "config.json").attention.blocks
+    first = config.Block(num_features=64, exact_keys=16, exact_rows=1, transferred=True)
+    second = config.Block("softmax", num_features=8, exact_rows=2, transferred=True)
+    assert blocks[:2] == (first, second)
     values["attention"]["mask"] = "grid"
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="mask"):

@@ -1,5 +1,7 @@
 """`performer.linearize` without sizes: the cheapest recipe that holds, and its warnings."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,3 +142,43 @@ def test_the_verdict(error, expected):
     assert f"expect to lose {expected}" in verdict
     assert ("refine" in verdict) == (expected != "little")
     assert "1 of 1 replaced layers cost more operations than exact attention" in verdict
+
+
+def test_the_change_of_the_outputs_is_reported():
+    """Of the last batch, against a computation in float64; integers are no outputs."""
+    first, last = tokens(0), tokens(1, 2.0)
+
+    def function(x):
+        return {"outputs": attend(x), "total": jnp.sum(x), "length": jnp.int32(T)}
+
+    measured = performer.measure(function, [(first,), (last,)])
+    for batches in ([(first,), (last,)], []):
+        given = dict(num_features=8, measured=None if batches else measured)
+        new, report = performer.linearize(function, batches, **given)
+        before, after = (jax.jit(f)(last) for f in (function, new))
+        names = ("outputs", "total")
+        x, y = (
+            np.concatenate([np.asarray(each[name], np.float64).ravel() for name in names])
+            for each in (before, after)
+        )
+        np.testing.assert_allclose(report.change.relative, np.sum((y - x) ** 2) / np.sum(x**2))
+        largest = [np.asarray(each["outputs"]).argmax(axis=-1) for each in (before, after)]
+        assert report.change.same == np.mean(largest[0] == largest[1])
+        assert 0 < report.change.same < 1
+
+
+@pytest.mark.parametrize(("gap", "sensitive"), [(0.01, True), (10.0, False)])
+def test_a_model_that_is_sensitive_to_its_attention_is_named(gap, sensitive):
+    """The same attention, errors within the tolerance; two classes are near each other, or not."""
+
+    def classes(x):
+        y = attend(x).mean(axis=2, keepdims=True)
+        return jnp.concatenate([y, y.mean() + gap * jnp.sign(y - y.mean())], axis=-1)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        _, report = performer.linearize(classes, [(tokens(size=0.3),)])
+    assert report.linear
+    assert report.mean_error < TOLERANCE
+    assert report.is_sensitive == sensitive == any("sensitive" in str(x.message) for x in warned)
+    assert ("sensitive" in report.verdict()) == sensitive

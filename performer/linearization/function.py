@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from performer.linearization.measure import (
     steps_of,
     words_of,
 )
+from performer.linearization.outputs import Remembered, change, outputs_of
 from performer.linearization.places import (
     MASKED,
     Named,
@@ -159,7 +161,6 @@ def linearize(
     measured = measured or measure(function, batches, where=where)
     layers, places = measured.layers, measured.places
     new, report = replacements(measured, partial(examples, function, batches), options)
-    report.warn()
     by_place: dict[int, list[int]] = {}  # a scan is one place of several layers
     for i in new:
         by_place.setdefault(layers[i].place, []).append(i)
@@ -175,7 +176,12 @@ def linearize(
         settings[number] = Setting(*facts, np.asarray(first.scale), slopes)
         arrays[number] = jax.jit(partial(_stacked, places[number].lengths))(*each)
     call = partial(_call, function, settings, tuple(words_of(places)))
-    return jax.tree_util.Partial(call, arrays), report
+    linear = jax.tree_util.Partial(call, arrays)
+    if new:
+        after = outputs_of(linear, measured.arguments)
+        report = replace(report, change=change(measured.outputs, after))
+    report.warn()
+    return linear, report
 
 
 def measure(
@@ -189,6 +195,7 @@ def measure(
     The result holds moments of queries and keys, and a few examples of them; its size does not
     depend on the number of batches. With it `linearize` needs no batches, except to refine.
     """
+    batches = Remembered(batches)
     seen = observe(function, batches, lambda place: where is None or where(place.name))
     layers, left = [], {name: reason for name, (_, reason) in seen.left.items()}
     for number, place in enumerate(seen.places):
@@ -199,7 +206,8 @@ def measure(
     if left and not layers:
         lines = "\n".join(f"  {name}: {reason}" for name, reason in left.items())
         raise ValueError(f"no attention can be replaced:\n{lines}")
-    measured = Measured(layers, left, seen.places)
+    arguments = tuple(batches.last)
+    measured = Measured(layers, left, seen.places, arguments, outputs_of(function, arguments))
     warn(measured)
     return measured
 

@@ -1,7 +1,7 @@
 """Measured layers, and the attention error of each head: shared by all fronts of `linearize`."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from performer.attention.values import Exact
 from performer.calibration import Moments
+from performer.linearization.outputs import Outputs
 from performer.linearization.places import Named
 from performer.refinement import Linear, Sample, performer_estimate, softmax_attention
 
@@ -73,6 +74,10 @@ class Measured(NamedTuple):
     """Path -> why a layer stays exact."""
     places: list[Named]
     """Attention in the program, with its names and lines."""
+    arguments: tuple[Any, ...]
+    """The last batch."""
+    outputs: Outputs
+    """Outputs of the function for it."""
 
 
 HeadErrors = dict[str, Float[Array, " n"]]

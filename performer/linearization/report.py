@@ -10,12 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from performer.linearization.outputs import Change
+
 LOSSES = (
     (0.1, "little (up to 2% of a classifier's accuracy, 0.1 nats of a language model)"),
     (0.3, "some (2 to 6% of a classifier's accuracy, 0.1 to 0.3 nats of a language model)"),
     (math.inf, "much (at 0.5 18% of a classifier's accuracy, 0.7 nats of a language model)"),
 )
 """Losses by the mean attention error (docs, "Linearise")."""
+SAME = 0.85
+"""Share of rows with the same largest entry below which linearize warns (docs, "Results")."""
+SENSITIVE = (
+    "If these are logits, the model is sensitive to its attention and loses more: lower the"
+    " tolerance, or refine (refine_steps=300)"
+)
 
 
 @dataclass(frozen=True)
@@ -31,12 +39,15 @@ class Report:
         left: path -> why its attention stayed as it was.
         remarks: what the user should know about layers, one sentence each.
         tolerance: largest attention error of a layer that is replaced.
+        change: how far the outputs of the last batch are from those before; None if no layer was
+            replaced.
     """
 
     rows: list[dict[str, Any]]
     left: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     tolerance: float = math.inf
+    change: Change | None = None
 
     def worst(self, number: int = 5) -> list[dict[str, Any]]:
         """The replaced heads with the largest attention errors."""
@@ -51,11 +62,13 @@ class Report:
         """The mean attention error of the replaced layers, and what to expect and to do."""
         if not self.linear:
             return "no layer was replaced: the function is the one that was given"
-        error = float(np.mean([row["attention error"] for row in self.linear]))
+        error = self.mean_error
         expected = next((text for limit, text in LOSSES if error <= limit), LOSSES[-1][1])
         text = f"mean error {error:.2g}: expect to lose {expected}"
         if not error <= LOSSES[0][0]:
             text += "; refine (refine_steps=300), add exact keys, or leave out the sizes"
+        if self.change is not None:
+            text += f"\n{self.change}" + f". {SENSITIVE}" * self.is_sensitive
         costs = {row["path"]: (row["cost"], row["keys"]) for row in self.linear}
         slow = [path for path, (cost, keys) in costs.items() if cost >= keys]
         if slow:
@@ -65,10 +78,24 @@ class Report:
             )
         return text
 
+    @property
+    def is_sensitive(self) -> bool:
+        """True if many outputs are other ones, though attention is near that of the model."""
+        small = self.linear and self.mean_error <= LOSSES[0][0]
+        return bool(small and self.change is not None and self.change.same < SAME)
+
+    @property
+    def mean_error(self) -> float:
+        """Mean attention error of the replaced layers."""
+        return float(np.mean([row["attention error"] for row in self.linear]))
+
     def warn(self) -> None:
-        """Warn of the remarks."""
-        if self.remarks:
-            warnings.warn("\n".join(["linearize:", *self.remarks]), stacklevel=3)
+        """Warn of the remarks, and of other answers though the attention is near enough."""
+        remarks = list(self.remarks)
+        if self.is_sensitive and self.tolerance < math.inf:
+            remarks.append(f"{self.change}. {SENSITIVE}")
+        if remarks:
+            warnings.warn("\n".join(["linearize:", *remarks]), stacklevel=3)
 
     def layer_errors(self) -> dict[str, float]:
         """Path -> the mean attention error of its heads."""

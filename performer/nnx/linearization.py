@@ -1,6 +1,7 @@
 """A trained model with exact attention -> one with random features, without retraining."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array
 from performer.linearization.function import LINEAR, UNCHOSEN, warn
 from performer.linearization.layers import Layer, Measured
 from performer.linearization.measure import examples, layer_of, observe, steps_of
+from performer.linearization.outputs import Remembered, change, outputs_of
 from performer.linearization.places import Named, Unfit
 from performer.linearization.recipes import Options, replacements
 from performer.linearization.report import Report
@@ -81,7 +83,6 @@ def linearize(
     replaced, report = replacements(
         measured, lambda layer: examples(function, _with(state, batches), layer), chosen
     )
-    report.warn()
     new = evaluated(model)
     found = {hook.path: hook for hook in hooks_.hooks(new)}
     for number, linear in replaced.items():
@@ -92,6 +93,10 @@ def linearize(
         if layer.masked or not hook.in_layer:
             attention = hooks_.Adapter(attention, hook.function, layer.kind)
         hook.put(attention)
+    if replaced:
+        after = outputs_of(_function(new, call)[0], (nnx.state(new), measured.arguments[1]))
+        report = replace(report, change=change(measured.outputs, after))
+    report.warn()
     return new, report
 
 
@@ -115,7 +120,8 @@ def measure(
         path = hooks_.path_of(place.place.scope)
         return path is not None and not left[path]
 
-    seen, layers = observe(function, _with(state, batches), is_chosen), []
+    batches = Remembered(_with(state, batches))
+    seen, layers = observe(function, batches, is_chosen), []
     calls: dict[str, list] = {}
     for place in seen.places:
         path = hooks_.path_of(place.place.scope)
@@ -140,7 +146,8 @@ def measure(
     idle = left.keys() - {layer.path for layer in layers}
     left |= {path: left[path] or "not called" for path in idle}
     left = {path: reason for path, reason in left.items() if reason}
-    measured = Measured(layers, left, seen.places)
+    outputs = outputs_of(function, batches.last)
+    measured = Measured(layers, left, seen.places, tuple(batches.last), outputs)
     warn(measured)
     return measured
 
