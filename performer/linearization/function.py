@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -179,7 +179,7 @@ def linearize(
     linear = jax.tree_util.Partial(call, arrays)
     if new:
         after = outputs_of(linear, measured.arguments)
-        report = replace(report, change=change(measured.outputs, after))
+        report = replace(report, change=change(measured.outputs(), after))
     report.warn()
     return linear, report
 
@@ -207,7 +207,8 @@ def measure(
         lines = "\n".join(f"  {name}: {reason}" for name, reason in left.items())
         raise ValueError(f"no attention can be replaced:\n{lines}")
     arguments = tuple(batches.last)
-    measured = Measured(layers, left, seen.places, arguments, outputs_of(function, arguments))
+    outputs = cache(partial(outputs_of, function, arguments))
+    measured = Measured(layers, left, seen.places, arguments, outputs)
     warn(measured)
     return measured
 

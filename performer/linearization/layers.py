@@ -1,5 +1,6 @@
 """Measured layers, and the attention error of each head: shared by all fronts of `linearize`."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,8 +77,8 @@ class Measured(NamedTuple):
     """Attention in the program, with its names and lines."""
     arguments: tuple[Any, ...]
     """The last batch."""
-    outputs: Outputs
-    """Outputs of the function for it."""
+    outputs: Callable[[], Outputs]
+    """Outputs of the function for it, computed once."""
 
 
 HeadErrors = dict[str, Float[Array, " n"]]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import jax
@@ -95,7 +96,7 @@ def linearize(
         hook.put(attention)
     if replaced:
         after = outputs_of(_function(new, call)[0], (nnx.state(new), measured.arguments[1]))
-        report = replace(report, change=change(measured.outputs, after))
+        report = replace(report, change=change(measured.outputs(), after))
     report.warn()
     return new, report
 
@@ -146,7 +147,7 @@ def measure(
     idle = left.keys() - {layer.path for layer in layers}
     left |= {path: left[path] or "not called" for path in idle}
     left = {path: reason for path, reason in left.items() if reason}
-    outputs = outputs_of(function, batches.last)
+    outputs = cache(partial(outputs_of, function, batches.last))
     measured = Measured(layers, left, seen.places, tuple(batches.last), outputs)
     warn(measured)
     return measured
