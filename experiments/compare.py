@@ -318,13 +318,13 @@ def _attention_errors(result: Result) -> list[tuple[float, float]]:
     for each in result.sound[:MEASURED] if result.setting.coupling != SOFTMAX else ():
         try:
             run = runs.restore(each.folder)
-        except ValueError as error:  # finished runs may have outlived their data
+            own = run.config.attention
+            options: Any = dict(coupling=own.coupling, num_features=own.num_features, draws=DRAWS)
+            images = runs.evaluation_examples(run.dataset, run.config, IMAGES)
+            rows = attention_report.rows(run.task, run.model(), images, **options)
+        except ValueError as error:  # data that are gone, or features that are not positive
             print(f"{result.setting.name}: attention errors are not measured: {error}")
             return []
-        own = run.config.attention
-        options: Any = dict(coupling=own.coupling, num_features=own.num_features, draws=DRAWS)
-        images = runs.evaluation_examples(run.dataset, run.config, IMAGES)
-        rows = attention_report.rows(run.task, run.model(), images, **options)
         error, uniform = (means.fmean(row[name] for row in rows) for name in names)
         found.append((error, uniform))
     return found

@@ -75,6 +75,23 @@ def test_a_number_of_the_model_takes_the_place_of_the_variants():
 
 REFUSED = [
     ({"attention.coupling": "pmm"}, "unknown coupling 'pmm'; did you mean 'pm'"),
+    ({"attention.coupling": 3}, "coupling=3: must be one of iid, orf, simrf, "),
+    (
+        {"attention.feature_map": "relu", "attention.calibration": "full"},
+        "feature_map='relu', .*: a calibration requires the feature map positive",
+    ),
+    ({"attention.feature_map": "elu+1", "attention.exact_keys": 2}, "map that estimates softmax"),
+    ({"attention.num_features": 0}, r"exact_window \(0\) must be positive if .*num_features \(0\)"),
+    ({"attention.blocks": (config.Block(),)}, r"blocks \(.*\) must have config.model.depth"),
+    ({"attention.blocks": [config.Block()] * 4}, "must be a tuple of vit.config.Block"),
+    (
+        {"attention.blocks": (config.Block(num_features=-1),) * 4},
+        r"blocks\[0\].num_features=-1: must be 0 \(the pairs of `exact_window` alone\), or",
+    ),
+    (
+        {"attention.blocks": (*[config.Block()] * 3, config.Block("softmaxx"))},
+        r"unknown config.attention.blocks\[3\].kind 'softmaxx'; did you mean 'softmax'",
+    ),
     ({"attention.calibration": "ful"}, "calibration='ful', .*: unknown .*; did you mean 'full'"),
     (
         {"attention.coupling": "pm-antithetic", "attention.num_features": 7},

@@ -179,6 +179,16 @@ def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
         assert (float(row["attention error"]) == 0) == (row["layer"] == str(exact))
 
 
+def test_the_attention_of_other_feature_maps_is_not_reported(tmp_path):
+    attention = config.Attention(feature_map="relu", num_features=8)
+    model = config.Model(variant="XS/2", pooling="token")
+    train.train(
+        small_config(model=model, attention=attention, checkpoint_every=3), tmp_path / "run"
+    )
+    with pytest.raises(ValueError, match="for the feature map positive alone"):
+        evaluate.report_attention(tmp_path / "run", tmp_path / "own", images=2, draws=3)
+
+
 def test_converted_run_evaluates_and_trains_on(converted, tmp_path):
     out = shutil.copytree(converted[0], tmp_path / "run")
     settings = config.of_run(out)

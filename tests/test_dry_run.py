@@ -7,8 +7,8 @@ import pytest
 
 from tests import commands
 from tests.small import SHALLOW, sized, small_config
-from vit import config
-from vit.run import devices, dry_run, runs, steps
+from vit import config, data
+from vit.run import devices, dry_run, optim, runs, steps
 
 _shallow = sized(SHALLOW)
 
@@ -100,3 +100,22 @@ def test_a_run_is_compiled_for_tpus(topology, kind, tmp_path, monkeypatch):
     assert f"devices: 4 x {kind}" in out
     assert out.rstrip().endswith("fits")
     assert float(re.search(r"all-reduce: \d+, ([0-9.]+) MiB", out)[1]) > 4 * 200_000 / 2**20
+
+
+WARMUP = {"imagenet": 10_000, "imagenet_scenic": 10_000, "imagenet_simrf": 10_000}
+WARMUP |= {"vit_s16_imagenet": 10_000, "inaturalist2021": 10_000, "places365": 10_000}
+
+
+def test_bundled_configs_warm_up_as_published_and_train_for_any_number_of_epochs():
+    """The warm-up is a share of the run; `--config.num_epochs=1` was refused by ten of eleven."""
+    names = [path.stem for path in config.BUNDLED.glob("[a-z]*.py") if path.stem != "my_images"]
+    for name in names:
+        settings = config.bundled(name)
+        dataset = dry_run.dataset(settings) or data.load(settings.data)
+        _, num_steps = runs.length(settings, dataset)
+        if name in WARMUP:
+            rate, steps = optim.schedule(settings.optim, num_steps), WARMUP[name]
+            assert rate(steps - 1) < settings.optim.learning_rate, name
+            assert rate(steps) == pytest.approx(settings.optim.learning_rate), name
+        settings.num_epochs = 1.0
+        optim.schedule(settings.optim, runs.length(settings, dataset)[1])

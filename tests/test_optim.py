@@ -23,6 +23,15 @@ def test_schedule():
     assert float(rate(35)) == pytest.approx(0.1)
     with pytest.raises(ValueError, match=r"warmup_steps=10 .* are 15 steps, .* has 15"):
         optim.schedule(section, num_steps=15)
+    shares = optim.schedule(
+        config.Optim(
+            learning_rate=1.0, final_learning_rate=0.0, warmup_steps=0.25, constant_steps=0.5
+        ),
+        8,
+    )
+    assert [float(shares(step)) for step in (1, 2, 6, 7)] == pytest.approx(
+        [0.5, 1, 1, 0.5], abs=1e-4
+    )
     default = optim.schedule(config.Optim(warmup_steps=0), 10)
     assert [float(default(step)) for step in (0, 10)] == pytest.approx([1e-3, 1e-5])
 

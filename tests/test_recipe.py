@@ -67,11 +67,11 @@ def test_my_images_reads_the_data_set(photos):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"num_epochs": 10.0}, {"optim.warmup_steps": 2}),
-        ({"num_epochs": 600.0}, {"optim.warmup_steps": 120}),
+        ({"num_epochs": 10.0}, {"log_every": 1}),
+        ({"num_epochs": 600.0}, {"optim.warmup_steps": 0.1}),
         ({"data.image_size": 32, "model.variant": "Ti/4"}, {"attention.num_features": 128}),
         ({"data.batch_size": 2, "log_every": 7}, {"data.batch_size": 2}),
-        ({"eval_every": 10, "checkpoint_every": 15}, {"optim.warmup_steps": 60}),
+        ({"eval_every": 10, "checkpoint_every": 15}, {"optim.warmup_steps": 0.1}),
     ],
 )
 def test_given_values_enter_before_the_others_are_derived(photos, values, expected):

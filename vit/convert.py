@@ -188,13 +188,13 @@ def converted_config(
     found = conversion.blocks_of(run.task, new, case)
     if found != configs.blocks(config):
         config.attention.blocks = found
-    _, num_steps = runs.length(config, run.dataset)
+    runs.length(config, run.dataset)
     config.optim = dataclasses.replace(
         config.optim,
         learning_rate=learning_rate,
         final_learning_rate=min(learning_rate, config.optim.final_learning_rate),
-        warmup_steps=num_steps // 10,
-        constant_steps=0,
+        warmup_steps=0.1,
+        constant_steps=0.0,
     )
     configs.validate(config)
     return config

@@ -35,7 +35,7 @@ def get_config() -> Config:
             batch_size=512,
             num_workers=4,
         ),
-        optim=Optim(learning_rate=1e-3, warmup_steps=585, weight_decay=0.05, label_smoothing=0.1),
+        optim=Optim(learning_rate=1e-3, warmup_steps=0.1, weight_decay=0.05, label_smoothing=0.1),
         num_epochs=50.0,
         log_every=39,
         eval_every=585,

@@ -27,7 +27,7 @@ from vit.config import Config, bundled, with_values
 
 DATA = {"data.name": "fashion_mnist", "data.eval_split": "test", "data.image_size": 28}
 PLAIN = {"data.eval_resize": 0, "data.crop": "center"}
-LENGTH = {"optim.warmup_steps": 450, "log_every": 14, "checkpoint_every": 140, "eval_every": 420}
+LENGTH = {"log_every": 14, "checkpoint_every": 140, "eval_every": 420}
 
 
 def get_config() -> Config:

@@ -13,7 +13,7 @@ def get_config() -> Config:
         model=Model(variant="XS/4", pooling="mean"),
         attention=Attention(coupling="pm", num_features=32),
         data=Data(name="fashion_mnist", dir="data", image_size=28, flip=True, batch_size=128),
-        optim=Optim(learning_rate=2e-3, warmup_steps=234),
+        optim=Optim(learning_rate=2e-3, warmup_steps=1 / 6),
         num_epochs=3.0,
         log_every=39,
         eval_every=468,

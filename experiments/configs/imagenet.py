@@ -58,8 +58,8 @@ def get_config() -> Config:
         optim=Optim(
             learning_rate=3e-3,
             final_learning_rate=1e-5,
-            warmup_steps=10_000,
-            constant_steps=4_040,
+            warmup_steps=10_000 / 28_080,  # shares of the run
+            constant_steps=4_040 / 28_080,
             weight_decay=0.0,
             accumulate=2,
         ),

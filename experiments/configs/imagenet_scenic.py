@@ -42,7 +42,7 @@ Expected, if this is what the paper ran: `orf` 0.625 +- 0.003, `pnc` 0.620 +- 0.
 from vit.config import Config, bundled, with_values
 
 MODEL = {"model.dropout": 0.1, "model.pre_logits": True, "model.head_bias": -10.0}
-RATE = {"optim.final_learning_rate": 0.0, "optim.constant_steps": 0}
+RATE = {"optim.final_learning_rate": 0.0, "optim.constant_steps": 0.0}
 OPTIM = {"optim.loss": "sigmoid", "optim.weight_decay": 0.3, "optim.accumulate": 4}
 
 

@@ -32,9 +32,10 @@ validation split of 50,000 images, which is used here.) Not yet run here: it tak
 from vit.config import Config, bundled, with_values
 
 MODEL = {"model.dropout": 0.1, "attention.coupling": "simrf", "attention.num_features": 130}
-OPTIM = {"optim.constant_steps": 0, "optim.weight_decay": 0.1, "optim.accumulate": 4}
+OPTIM = {"optim.weight_decay": 0.1, "optim.accumulate": 4}
+RATE = {"optim.warmup_steps": 10_000 / 93_600, "optim.constant_steps": 0.0}
 
 
 def get_config() -> Config:
-    changes = MODEL | OPTIM | {"num_epochs": 300.0, "eval_every": 3_000}
+    changes = MODEL | OPTIM | RATE | {"num_epochs": 300.0, "eval_every": 3_000}
     return with_values(bundled("imagenet"), changes)

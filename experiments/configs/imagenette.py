@@ -34,7 +34,7 @@ def get_config(variant: str = "") -> Config:
     config.model = Model(variant=variant, dtype="bfloat16", drop_path=0.1)
     sizes = dict(image_size=224, eval_resize=256, batch_size=256, num_workers=-1)
     config.data = dataclasses.replace(config.data, **sizes)
-    config.optim.warmup_steps = 180
+    config.optim.warmup_steps = 0.1
     return dataclasses.replace(
         config, num_epochs=50.0, log_every=36, eval_every=180, checkpoint_every=180
     )
@@ -59,7 +59,7 @@ def small() -> Config:
         ),
         optim=Optim(
             learning_rate=1e-3,
-            warmup_steps=735,
+            warmup_steps=0.2,
             weight_decay=0.05,
             label_smoothing=0.1,
             ema=0.999,

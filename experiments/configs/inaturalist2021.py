@@ -25,4 +25,5 @@ from vit.config import Config, bundled, with_values
 
 def get_config() -> Config:
     changes = {"data.name": "inaturalist2021", "eval_every": 5_000}
+    changes["optim.warmup_steps"] = 10_000 / 196_500
     return with_values(bundled("imagenet_simrf"), changes)

@@ -24,4 +24,5 @@ from vit.config import Config, bundled, with_values
 
 
 def get_config() -> Config:
-    return with_values(bundled("imagenet_simrf"), {"data.name": "places365"})
+    changes = {"data.name": "places365", "optim.warmup_steps": 10_000 / 132_000}
+    return with_values(bundled("imagenet_simrf"), changes)

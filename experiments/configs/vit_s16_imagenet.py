@@ -44,7 +44,8 @@ RANDAUGMENT = {"data.randaugment_layers": 2, "data.randaugment_magnitude": 30.0}
 OPTIM = {
     "optim.learning_rate": 1e-3,
     "optim.final_learning_rate": 0.0,
-    "optim.constant_steps": 0,
+    "optim.warmup_steps": 10_000 / 112_590,
+    "optim.constant_steps": 0.0,
     "optim.weight_decay": 0.1,
 }
 

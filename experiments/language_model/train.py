@@ -63,7 +63,7 @@ def config_of(
         optim=Optim(
             learning_rate=rate,
             final_learning_rate=rate / 10,
-            warmup_steps=min(100, steps // 5),
+            warmup_steps=min(100 / steps, 0.2),
             b2=0.99,
             weight_decay=0.1,
         ),

@@ -190,7 +190,14 @@ class Attention:
 
     kind: str = _choice("performer softmax", '"performer" (random features) or "softmax" (exact).')
     coupling: str = _field(
-        performer.couplings.DEFAULT, "Coupling, a name of `performer.couplings.names()`."
+        performer.couplings.DEFAULT,
+        "Coupling of the frequencies.",
+        f"one of {', '.join(performer.couplings.names())}, or DIRECTIONS*NORMS of two of them",
+    )
+    feature_map: str = _choice(
+        " ".join(performer.features.MAPS),
+        """Map of queries and keys. All but "positive" are for comparison: they train without
+        calibration, and "relu" and "elu+1", which do not estimate softmax, without exact pairs.""",
     )
     num_features: int = _number(
         *(128, "Random features m, the frequencies of a head.", 1, 2**16),
@@ -198,7 +205,9 @@ class Attention:
     )
     share_heads: bool = _field(False, "Share one draw of frequencies among the heads of a layer.")
     calibration: str = _field(
-        "none", 'Calibration by running statistics, "none", "shift", "shift+scale" or "full".'
+        "none",
+        "Calibration of the features by running statistics of queries and keys.",
+        f"none, {', '.join(performer.calibration.METHODS)}, or their parts joined by +",
     )
     redraw_every: int = _count(0, "Training steps between draws of the frequencies; 0: one draw.")
     implementation: str = _choice(
@@ -289,8 +298,12 @@ class Optim:
     )
     learning_rate: float = _number(1e-3, "Peak learning rate.", 0, 10)
     final_learning_rate: float = _number(1e-5, "Learning rate at the end of the run.", 0, 10)
-    warmup_steps: int = _count(100, "Steps of linear warm-up from 0.")
-    constant_steps: int = _count(0, "Steps at the peak rate after the warm-up.")
+    warmup_steps: float = _number(
+        0.1, "Linear warm-up from 0: its share of the run if below 1, else its steps.", 0, LARGEST
+    )
+    constant_steps: float = _number(
+        0.0, "The peak rate after the warm-up, as a share or as steps alike.", 0, LARGEST
+    )
     weight_decay: float = _number(
         1e-4,
         """Decoupled weight decay of the kernels of linear maps, multiplied by the learning rate, as
@@ -443,13 +456,19 @@ def validate(config: Config) -> None:
             )
     try:
         for block in blocks(config):
-            performer.calibration.parts(block.calibration)
+            parts = performer.calibration.parts(block.calibration)
+            feature_map = performer.features.get(own.feature_map)
+            if parts and not feature_map.exponential:
+                raise ValueError("a calibration requires the feature map positive")
+            if any(exact(config, block)) and not feature_map.estimates_softmax:
+                raise ValueError("exact pairs require a feature map that estimates softmax")
             draw = partial(performer.couplings.draw, coupling=own.coupling)
             sizes = dict(num_features=block.num_features, head_dim=config.model.size.head_dim)
             if block.num_features:
                 jax.eval_shape(partial(draw, **sizes), jax.random.key(0))
     except ValueError as error:
-        names = [f"attention.{name}" for name in ("calibration", "coupling", "num_features")]
+        fields = ("calibration", "coupling", "feature_map", "num_features")
+        names = [f"attention.{name}" for name in fields]
         names += [BLOCKS] * bool(own.blocks)
         given = ", ".join(f"config.{name}={flat[name]!r}" for name in names)
         raise ValueError(f"{given}: {error}") from error

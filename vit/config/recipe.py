@@ -102,7 +102,6 @@ def for_images(
         ),
         optim=Optim(
             learning_rate=row.learning_rate,
-            warmup_steps=num_steps // 10,
             weight_decay=0.05,
             label_smoothing=0.1,
         ),

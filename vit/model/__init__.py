@@ -198,6 +198,7 @@ def attention_of(config: Config, block: configs.Block, rngs: nnx.Rngs) -> Callab
         num_heads=None if own.share_heads else size.num_heads,
         redraw_every=own.redraw_every,
         calibration=block.calibration,
+        feature_map=own.feature_map,
         implementation=None if own.implementation == "auto" else own.implementation,
         **configs.exact(config, block).options,
         split="seq",

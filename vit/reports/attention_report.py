@@ -4,6 +4,7 @@ Queries and keys are those of the model on given examples; the frequencies are d
 coupling and with the calibration of each layer. `performer.analysis` defines the errors.
 """
 
+import itertools
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 from performer.analysis import attention_error
 from performer.attention.values import NOT_EXACT, Exact
 from performer.nnx import PerformerAttention
+from performer.refinement import LEARNED
 from vit import config as configs
 from vit import data
 from vit.reports import metrics, report
@@ -49,10 +51,14 @@ def rows(
         exact: pairs that are exact, with features for the others, in layers of softmax attention.
 
     Raises:
-        ValueError: if the task does not describe its attention, or the coupling is unknown.
+        ValueError: if the task does not describe its attention, the coupling is unknown, or the
+            features are not positive: other maps are not measured.
     """
     functions = [layer.attention_fn for layer in task.layers(model)]
     linear = [isinstance(function, PerformerAttention) for function in functions]
+    for function in itertools.compress(functions, linear):
+        if function.estimate.get("feature_map", "positive") not in ("positive", LEARNED):
+            raise ValueError("attention errors are measured for the feature map positive alone")
     triples, records = nnx.jit(task.projections)(model, batch), []
     for number, (function, (query, key, value)) in enumerate(zip(functions, triples, strict=True)):
         m, near = num_features, exact

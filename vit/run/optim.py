@@ -25,20 +25,23 @@ def schedule(optim: config.Optim, num_steps: int) -> optax.Schedule:
         ValueError: when warm-up and constant rate are longer than the run.
     """
     peak, final = optim.learning_rate, optim.final_learning_rate
-    constant = optim.warmup_steps + optim.constant_steps
+    warmup, at_peak = (
+        round(x * num_steps if x < 1 else x) for x in (optim.warmup_steps, optim.constant_steps)
+    )
+    constant = warmup + at_peak
     if constant >= num_steps:
         raise ValueError(
-            f"config.optim.warmup_steps={optim.warmup_steps} and"
-            f" config.optim.constant_steps={optim.constant_steps} are {constant} steps, but the"
+            f"config.optim.warmup_steps={optim.warmup_steps:g} and"
+            f" config.optim.constant_steps={optim.constant_steps:g} are {constant} steps, but the"
             f" whole run has {num_steps}; lower them or config.data.batch_size, or raise"
             " config.num_epochs"
         )
     pieces = [
-        optax.linear_schedule(0.0, peak, optim.warmup_steps),
+        optax.linear_schedule(0.0, peak, warmup),
         optax.constant_schedule(peak),
         optax.cosine_decay_schedule(peak, num_steps - constant, alpha=final / peak if peak else 0),
     ]
-    return optax.join_schedules(pieces, [optim.warmup_steps, constant])
+    return optax.join_schedules(pieces, [warmup, constant])
 
 
 def optimizer(
