@@ -500,9 +500,10 @@ def main(
     else:
         options: Any = dict(couplings=couplings, num_seeds=seeds, grid=grid, baseline=baseline)
         text = compare(config, out, **options)
-    print(text)
+    shown = text.partition("\n![")[0]  # the figures, versions and config are in the report
+    print(shown)
     if (out / "report.md").exists():
-        print(f"The report is {out / 'report.md'}.")
+        print(f"The report is {out / 'report.md'}. {''.join(shown.split('**')[1:2])}")
 
 
 if __name__ == "__main__":

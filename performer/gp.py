@@ -56,7 +56,7 @@ from performer.choices import (
     positive_values,
 )
 from performer.kernels import Kernel
-from performer.typing import Key
+from performer.typing import Coupling, Key
 
 _dot = partial(jnp.matmul, precision="highest")
 _whiten = partial(solve_triangular, lower=True)
@@ -81,7 +81,7 @@ class Scales(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class GaussianProcess:
     """A Gaussian process with the data that it has seen: fit, predict, sample.
 
@@ -91,8 +91,7 @@ class GaussianProcess:
         >>> process = gp.GaussianProcess("matern-3/2").fit(x, y)
         >>> f = process.predict(new)  # f.mean (k,), f.covariance (k, k)
         >>> paths = process.sample(jax.random.key(0), new, 5)  # (5, k)
-        >>> w = kernels.frequencies(jax.random.key(1), "matern-3/2", 64, x.shape[1])
-        >>> fast = dataclasses.replace(process, frequencies=w).predict(new)
+        >>> fast = process.with_features(jax.random.key(1), 64).predict(new)
     """
 
     kernel: str | Kernel = dataclasses.field(default="gaussian", metadata=dict(static=True))
@@ -139,6 +138,40 @@ class GaussianProcess:
             self.scales, fixed=fixed, num_steps=num_steps, optimizer=optimizer,
         )  # fmt: skip
         return dataclasses.replace(self, scales=scales, x=x, y=y, losses=losses)
+
+    def with_features(
+        self, key: Key, num_features: int, coupling: str | Coupling = "pnc"
+    ) -> "GaussianProcess":
+        """Return the process with random features of its kernel, for its training points.
+
+        Before `fit`, pass `frequencies` of as many dimensions as the points will have.
+
+        Args:
+            key: random key.
+            num_features: m, the number of frequencies; there are 2 m features.
+            coupling: of the frequencies.
+
+        Raises:
+            ValueError: without training points, and as `kernels.frequencies`.
+        """
+        if self.x is None:
+            raise ValueError(
+                "the dimension of the points is not known before fit: pass"
+                " frequencies=kernels.frequencies(key, kernel, num_features, dim)"
+            )
+        dim = jnp.shape(self.x)[-1]
+        drawn = kernels.frequencies(key, self.kernel, num_features, dim, coupling)
+        return dataclasses.replace(self, frequencies=drawn)
+
+    def __repr__(self) -> str:
+        """Kernel and scales, and the shapes of all other arrays."""
+        shapes = {
+            name: f"of shape {jnp.shape(array)}"
+            for name in ("frequencies", "x", "y")
+            if (array := getattr(self, name)) is not None
+        }
+        parts = [f"kernel={self.kernel!r}", f"scales={self.scales}"]
+        return f"GaussianProcess({', '.join([*parts, *(f'{k} {v}' for k, v in shapes.items())])})"
 
     def predict(self, x: Num[ArrayLike, "k d"]) -> Gaussian:
         """Return the posterior of f at k points, or the prior before `fit`.

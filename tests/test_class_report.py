@@ -53,6 +53,9 @@ def test_counts_are_those_of_a_plain_count(guessing, tmp_path):
     np.testing.assert_array_equal(counted.top5, top5)
     assert counted.confusion.sum() == 360  # every image once, no padding
     class_report.write(counted, "abcdefghij", tmp_path)
+    few = class_report.Tally(np.eye(3, dtype=int), np.ones(3, int))
+    assert class_report.write(few, "abc", tmp_path / "few").startswith("top-1 1.0000 of 3 images;")
+    assert "top-5" not in read_csv(tmp_path / "few" / "classes.csv")[0]
     rows = read_csv(tmp_path / "classes.csv")
     recall = recall_score(labels, predicted, labels=range(CLASSES), average=None, zero_division=0)
     np.testing.assert_allclose([float(row["top-1"]) for row in rows], recall, rtol=1e-4)

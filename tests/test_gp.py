@@ -121,6 +121,20 @@ def test_a_process_of_random_features():
     assert float(process.losses[0]) == pytest.approx(-float(value) / 30, abs=1e-9)
 
 
+def test_features_are_drawn_for_the_training_points():
+    """The repr has shapes, not data; without points there is no dimension to draw."""
+    process = gp.GaussianProcess("matern-3/2", SCALES).fit(X, Y, num_steps=0)
+    drawn = process.with_features(jax.random.key(1), 6, "orf")
+    want = kernels.frequencies(jax.random.key(1), "matern-3/2", 6, 3, "orf")
+    np.testing.assert_array_equal(drawn.frequencies, want)
+    assert drawn.x is process.x
+    assert repr(drawn).endswith(
+        "frequencies of shape (6, 3), x of shape (30, 3), y of shape (30,))"
+    )
+    with pytest.raises(ValueError, match="dimension of the points is not known before fit"):
+        gp.GaussianProcess().with_features(jax.random.key(1), 6)
+
+
 def test_samples_have_the_law_of_the_prediction():
     """Means and covariances of 20,000 draws, within 5 standard errors."""
     process = jax.jit(lambda x, y: gp.GaussianProcess(scales=SCALES).fit(x, y, num_steps=2))(X, Y)

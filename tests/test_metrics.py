@@ -22,6 +22,13 @@ def test_counts():
     assert got == {"top1": 1, "top5": 2, "examples": 3}
 
 
+def test_the_top_five_of_five_are_not_counted():
+    """They would be all; so are they in the results and the report of classes."""
+    assert count(np.eye(5), [0, 1, 2, 3, 0], [1] * 5) == {"top1": 4, "examples": 5}
+    totals = {"loss": np.array(2.0), "top1": np.array(4.0), "examples": np.array(5.0)}
+    assert list(classification.results(totals)) == ["loss", "accuracy"]
+
+
 def test_ties_and_nan_are_no_hits():
     assert count(np.zeros((2, 10)), [0, 9], [1, 1])["top5"] == 0
     assert count(np.full((2, 10), np.nan), [0, 9], [1, 1])["top5"] == 0

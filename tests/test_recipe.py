@@ -64,6 +64,13 @@ def test_my_images_reads_the_data_set(photos):
     assert (len(data.load(derived.data).train), derived.model.variant) == (10, "XS/8")
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = f"there is no folder {tmp_path}/data/nosuch; .*prepare --source=PICTURES --out=data$"
+    with pytest.raises(ValueError, match=message):
+        config.bundled("my_images:data/nosuch")
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from vit import data
 from vit.config import Attention, Config, Data, Model, Optim, check_fields, with_values
+from vit.config.cli import command
 from vit.data import augment
 
 EPOCHS, FEWEST_STEPS = 90, 600
@@ -134,6 +135,12 @@ def for_data_set(where: str) -> Derived:
             `data.load`.
     """
     folder = Path(where)
+    if not folder.is_dir():
+        prepare = command("prepare", source="PICTURES", out=folder.parent)
+        raise ValueError(
+            f"--config=my_images:{where or 'data/photos'}: there is no folder {folder.resolve()}; a"
+            f" data set is prepared from a folder of pictures by {prepare}"
+        )
     section = Data(name=folder.name, dir=str(folder.parent), batch_size=1, eval_split="train")
     try:
         splits = data.splits(section)

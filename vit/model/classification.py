@@ -104,7 +104,7 @@ def loss(model: ViT, examples: Examples, kind: str = "softmax") -> tuple[Array, 
 
 
 def count(model: ViT, batch: Batch, kind: str = "softmax") -> Sums:
-    """Return sums over the unmasked examples of a batch: loss, top1, top5."""
+    """Return sums over the unmasked examples of a batch: loss, and those of `counts`."""
     logits, _ = model(batch["image"])
     labels = batch["label"]
     if kind == "softmax":
@@ -120,11 +120,12 @@ def counts(
 ) -> dict[str, Array]:
     """Return the number of examples, and of those with the label among the top 1 and 5 classes.
 
-    Examples with mask 0 are not counted. A tie counts against the label.
+    Examples with mask 0 are not counted. A tie counts against the label. There is no "top5" of up
+    to five classes, which would be all examples.
     """
-    rank = label_rank(logits, labels)
-    top1, top5 = (jnp.sum((rank < k) * mask) for k in (1, 5))
-    return {"top1": top1, "top5": top5, "examples": jnp.sum(mask)}
+    rank, tops = label_rank(logits, labels), [k for k in (1, 5) if k < logits.shape[-1]]
+    sums = {f"top{k}": jnp.sum((rank < k) * mask) for k in tops}
+    return sums | {"examples": jnp.sum(mask)}
 
 
 def label_rank(
@@ -136,9 +137,10 @@ def label_rank(
 
 
 def results(totals: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return loss, accuracy and top5."""
+    """Return loss, accuracy and, with more than five classes, top5."""
     names = {"loss": "loss", "accuracy": "top1", "top5": "top5"}
-    return {name: totals[key] / totals["examples"] for name, key in names.items()}
+    found = {name: key for name, key in names.items() if key in totals}
+    return {name: totals[key] / totals["examples"] for name, key in found.items()}
 
 
 def layers(model: ViT) -> list[nnx.MultiHeadAttention]:

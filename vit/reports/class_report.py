@@ -76,24 +76,26 @@ def write(counted: Tally, names: Sequence[str], folder: Path) -> str:
     Returns:
         Overall accuracies and the classes with the lowest top-1 accuracy, as text.
     """
-    confusion, top5 = counted
-    images, right = confusion.sum(axis=1), np.diag(confusion)
+    (confusion, top5), images = counted, counted.confusion.sum(axis=1)
+    right = np.diag(confusion)
+    tops = {"top-1": right, "top-5": top5} if len(names) > 5 else {"top-1": right}
     with np.errstate(invalid="ignore"):
-        columns = [x.tolist() for x in (images, right / images, top5 / images)]
-    head = ("class", "name", "images", "top-1", "top-5")
+        columns = [x.tolist() for x in (images, *(count / images for count in tops.values()))]
+    head = ("class", "name", "images", *tops)
     rows = list(zip(range(len(names)), names, *columns, strict=True))
     report.table([dict(zip(head, row, strict=True)) for row in rows], folder / "classes")
     lines = ([name, *counts] for name, counts in zip(names, confusion.tolist(), strict=True))
     report.write_csv(folder / "confusion.csv", [["true \\ predicted", *names], *lines])
+    shown = [f"{name} {count.sum() / images.sum():.4f}" for name, count in tops.items()]
     text = (
-        f"top-1 {right.sum() / images.sum():.4f}, top-5 {top5.sum() / images.sum():.4f}"
-        f" of {images.sum()} images; the classes with the lowest top-1 accuracy:"
+        f"{', '.join(shown)} of {images.sum()} images; the classes with the lowest top-1 accuracy:"
     )
     wrong = confusion - np.diag(right)
     seen = sorted((row for row in rows if row[2]), key=lambda row: row[3])
     for number, name, count, *shares in seen[:10]:
         taken_for = f"; most often taken for {names[int(np.argmax(wrong[number]))]}"
-        text += f"\n  {number:5d} {name}: top-1 {shares[0]:.4f}, top-5 {shares[1]:.4f} of {count}"
+        of_class = ", ".join(f"{top} {x:.4f}" for top, x in zip(tops, shares, strict=True))
+        text += f"\n  {number:5d} {name}: {of_class} of {count}"
         text += taken_for * bool(wrong[number].any())
     return text
 

@@ -54,9 +54,10 @@ def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
 
 
 def write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
-    """Write the lines."""
+    """Write the lines, numbers to seven digits: as many as float32 has."""
     content = io.StringIO(newline="")
-    csv.writer(content).writerows(lines)
+    shown = ([f"{x:.7g}" if isinstance(x, float) else x for x in line] for line in lines)
+    csv.writer(content).writerows(shown)
     files.write(path, content.getvalue())
 
 
