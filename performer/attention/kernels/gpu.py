@@ -12,8 +12,8 @@ Causal: a program goes through the chunks of a span, with the state in registers
 the spans before it. The backward pass has two kernels: one goes forwards for the gradients of
 queries, L, a and the maxima c before each chunk, one backwards for those of keys and values.
 
-Triton is the back end: it compiles for Ampere and Hopper, by JAX 0.10 and 0.11, and is interpreted
-on a CPU. JAX 0.11 deprecates it in favour of Mosaic GPU, which needs Hopper or newer.
+Triton is the back end: it compiles for Ampere and Hopper, by JAX 0.10 to 0.12, and is interpreted on
+a CPU. What a move to Mosaic GPU would take stands in docs/developing.md.
 """
 
 from collections.abc import Callable
