@@ -76,3 +76,4 @@ def setup(app):
     app.connect("source-read", generate.extend)
     app.connect("autodoc-process-docstring", docstrings.process, priority=400)
     app.connect("autodoc-process-signature", docstrings.shorten)
+    app.connect("doctree-read", docstrings.rename)

@@ -9,6 +9,7 @@ import re
 
 import jax.typing
 import numpy.typing
+from docutils import nodes
 from sphinx.util.typing import stringify_annotation
 
 from performer import typing
@@ -19,6 +20,8 @@ MARKUP = re.compile(r"(?P<code>`[^`]*`)(?=(?P<next>\w?))|(?P<mark>[\\|*])|(?P<le
 
 def process(app, what, name, obj, options, lines):
     """Handle `autodoc-process-docstring`: change the lines in place."""
+    if lines and lines[0].startswith("Alias for field number"):  # of a NamedTuple, without a text
+        lines[:] = []
     # Of an attribute napoleon takes what stands before a colon in the first line for its type.
     # It drops empty lines at the start; an empty comment stays.
     comment = ["..", ""] if what in ("attribute", "data", "property") else []
@@ -28,6 +31,13 @@ def process(app, what, name, obj, options, lines):
 def shorten(app, what, name, obj, options, signature, returned):
     """Handle `autodoc-process-signature`: aliases of types by their names."""
     return tuple(text and aliased(text) for text in (signature, returned))
+
+
+def rename(app, doctree):
+    """Handle `doctree-read`: JAX's arrays by their public name, also in the types of attributes."""
+    for text in list(doctree.findall(nodes.Text)):
+        if "jaxlib._jax.Array" in text:
+            text.parent.replace(text, nodes.Text(text.replace("jaxlib._jax.Array", "Array")))
 
 
 NAMES = {name: getattr(typing, name) for name in ("Coupling", "Directions", "Norms", "Key")} | {

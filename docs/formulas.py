@@ -22,6 +22,11 @@ def block(translator, node: nodes.math_block) -> None:
 
 
 def mathml(node: nodes.Element, display: str) -> str:
-    """The formula of a node, with the tilde of `\\\\sim` as an operator."""
+    """The formula of a node, with the tilde of `\\\\sim` as an operator.
+
+    Bars of norms have the height of the line: a stretched closing one sinks below its exponent.
+    """
     text = convert(node.astext(), display=display)
+    for bar in ("&#x0007C;", "&#x02016;"):
+        text = text.replace(f"<mo>{bar}</mo>", f'<mo stretchy="false">{bar}</mo>')
     return text.replace("<mi>&#x0007E;</mi>", "<mo>&#x0223C;</mo>")

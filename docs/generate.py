@@ -131,14 +131,17 @@ def notebooks(docs: Path) -> None:
 
 
 SEARCH = {
-    "faq": "RoPE, rotary positions, BERT, GPT-2, Gemma, cross attention, attention matrix",
+    "faq": "RoPE, rotary positions, BERT, GPT-2, Gemma, cross attention, attention matrix, NaN",
+    "index": "citation, cite, BibTeX",
+    "howto/language-model": "linear attention in my language model, GPT, decoder, LLM",
+    "howto/train-on-many-devices": "multi GPU, several GPUs, distributed, sharding, hosts",
     "howto/convert": "convert a ViT, refinement",
     "howto/export": "ONNX, StableHLO, serve",
     "howto/fine-tune": "fine-tune, train longer, transfer learning",
     "howto/linearize": "convert a model, Equinox, Haiku, linen, Hugging Face, pretrained model",
     "howto/preemption": "resume, checkpoint, preemption, Slurm, requeue",
     "howto/published-weights": "pretrained weights, timm, DINOv2, SigLIP, DeiT",
-    "howto/train-on-images": "own images, image folder, custom data",
+    "howto/train-on-images": "train on my images, own images, image folder, custom data",
     "howto/use-a-run": "predict, inference with a ViT, vit.load, vit.fit",
     "install": "installation, pip, GPU, TPU, CUDA",
     "learn/attention": "softmax attention, linear attention, FAVOR+, mask, padding",
@@ -162,6 +165,10 @@ def extend(app, docname: str, content: list[str]) -> None:
         entries = ", ".join(f"! {entry}" for entry in SEARCH[docname].split(", "))
         added += f"\n```{{index}} {entries}\n```\n"
     content[0] = re.sub(r"(?m)^# .*\n", lambda title: title[0] + added, content[0], count=1)
+    # A number in a table stays in one line with its error.
+    content[0] = re.sub(
+        r"(?m)^\|.*", lambda row: row[0].replace(" ± ", "\u00a0±\u00a0"), content[0]
+    )
 
 
 def config() -> str:
