@@ -3,6 +3,7 @@
 import networkx
 import numpy as np
 import scipy.sparse
+from scipy import stats
 
 from performer.graphs import Graph
 
@@ -10,6 +11,8 @@ EDGES = [(0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (6, 7), (7, 8)]
 """A triangle with a tail, a node alone (5), a path."""
 WEIGHTS = [1.0, 0.5, 2.0, 1.5, 0.7, 1.0, 3.0]
 NUM_NODES = 9
+ALARM = 1e-6
+"""Rate of false alarms of each statistical test."""
 
 
 def weights_matrix():
@@ -50,6 +53,19 @@ def blocks(matrix, count):
     assert np.array_equal(i // n, j // n), "a walk left its component"
     np.add.at(found, (i // n, i % n, j % n), coo.data)
     return found
+
+
+def mean_loads(walks, num_copies, step):
+    """Mean load (copies, n, n) left at (start, node) after so many steps, for each copy."""
+    chosen = np.asarray(walks.step) == step
+    load, start, node = (np.asarray(x)[chosen] for x in (walks.load, walks.start, walks.node))
+    matrix = scipy.sparse.coo_array((load, (start, node)), shape=(walks.num_nodes,) * 2)
+    return blocks(matrix, num_copies) / walks.num_walks
+
+
+def largest_score(scores):
+    """Return the |z| that none of so many independent scores exceeds, with alarms at rate ALARM."""
+    return stats.norm.isf(ALARM / 2 / scores.size)
 
 
 def z_scores(samples, expected):

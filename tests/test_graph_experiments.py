@@ -1,14 +1,26 @@
 """Experiments on graphs: what they load, and that they measure what their equations say."""
 
 import jax
+import networkx
 import numpy as np
 import pytest
+from scipy import stats
 
 from experiments.graphs import data as graph_data
 from experiments.graphs import kernels as graph_kernels
+from experiments.graphs import reinforced, termination
 from experiments.graphs import tasks as graph_tasks
-from experiments.graphs import termination
-from performer.graphs import Graph, features
+from performer.graphs import Graph, couplings, features
+from tests.graph_examples import (
+    ALARM,
+    NUM_NODES,
+    copies,
+    example,
+    largest_score,
+    mean_loads,
+    weights_matrix,
+    z_scores,
+)
 from tests.small import read_csv
 
 pytestmark = pytest.mark.thorough
@@ -57,6 +69,32 @@ def test_kernel_errors_are_those_of_the_librarys_estimate(monkeypatch):
         assert error == pytest.approx(want, rel=1e-3)
     more = graph_kernels.kernel_errors(key, PATH_AND_EDGE, "independent", 20)
     assert all(len(np.unique(of)) > 3 for of in more)
+
+
+def test_loads_of_reinforced_walks_are_unbiased():
+    """E load[step = t, i -> x] = (W^t)_{ix}, as for all walks (VRC Eq. 50 with f = 1)."""
+    p_halt, graph = 0.4, copies(example(), 400)
+    draws = []
+    for seed in range(1, 11):
+        key = jax.random.key(seed)
+        lengths = couplings.lengths(key, "antithetic", graph.num_nodes, 3, p_halt)
+        draws.append(reinforced.sample(key, graph, lengths, p_halt=p_halt))
+    power = np.eye(NUM_NODES)
+    for t in range(4):
+        scores = z_scores(np.concatenate([mean_loads(x, 400, t) for x in draws]), power)
+        assert np.abs(scores).max() < largest_score(scores), t
+        power = power @ weights_matrix()
+
+
+def test_reinforced_walks_avoid_edges_of_earlier_ones():
+    """On a ring, the second of two steps goes the same way with odds e^-1 : 1."""
+    nodes = 3000
+    ring = Graph.from_networkx(networkx.cycle_graph(nodes))
+    walks = reinforced.sample(jax.random.key(0), ring, np.ones((nodes, 2), np.int32), p_halt=0.4)
+    first, second = np.asarray(walks.node)[np.asarray(walks.step) == 1].reshape(nodes, 2).T
+    chance = np.exp(-1) / (1 + np.exp(-1))
+    z = ((first == second).mean() - chance) / np.sqrt(chance * (1 - chance) / nodes)
+    assert abs(z) < stats.norm.isf(ALARM / 2)
 
 
 def test_kernel_figures(tmp_path, monkeypatch):

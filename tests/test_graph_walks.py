@@ -1,13 +1,9 @@
 """Walks and their loads against powers of the weights; features against dense kernels."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-import networkx
 import numpy as np
 import pytest
-import scipy.sparse
 from scipy import stats
 
 from performer.graphs import (
@@ -16,57 +12,40 @@ from performer.graphs import (
     features,
     graph_random_features,
     kernels,
-    reinforced,
     walks,
 )
 from tests.graph_examples import (
+    ALARM,
     NUM_NODES,
     blocks,
     copies,
     example,
     karate,
+    largest_score,
+    mean_loads,
     weights_matrix,
     z_scores,
 )
-from tests.tiers import tiers
 
-ALARM = 1e-6
-"""The rate of false alarms of each statistical test."""
 P_HALT = 0.4
 COPIES = 4000
-
-
-def limit(scores):
-    """The largest |z| that chance makes of so many, but for one time in 1 / ALARM."""
-    return stats.norm.isf(ALARM / 2 / scores.size)
 
 
 def lengths_of(graph, num_walks=3, coupling="antithetic", seed=0, p_halt=P_HALT):
     return couplings.lengths(jax.random.key(seed), coupling, graph.num_nodes, num_walks, p_halt)
 
 
-def visits(found, num_copies, step):
-    """The mean load left at (start, node) after so many steps, for each copy."""
-    at = np.asarray(found.step) == step
-    values, start, node = (np.asarray(x)[at] for x in (found.load, found.start, found.node))
-    matrix = scipy.sparse.coo_array((values, (start, node)), shape=(found.num_nodes,) * 2)
-    return blocks(matrix, num_copies) / found.num_walks
-
-
-@pytest.mark.parametrize("steps", tiers(["uniform", "weighted", "reinforced"], 2))
+@pytest.mark.parametrize("steps", ["uniform", "weighted"])
 def test_loads_are_unbiased_for_the_powers_of_the_weights(steps):
     """E load[step = t, i -> x] = (W^t)_{ix}: for each t, i and x (VRC Eq. 50 with f = 1)."""
-    count, repeats = (400, 10) if steps == "reinforced" else (COPIES, 1)
-    draw = reinforced.sample if steps == "reinforced" else partial(walks.sample, steps=steps)
-    graph = copies(example(), count)
-    found = [
-        draw(jax.random.key(seed), graph, lengths_of(graph, seed=seed), p_halt=P_HALT)
-        for seed in range(1, repeats + 1)
-    ]
+    graph = copies(example(), COPIES)
+    sampled = walks.sample(
+        jax.random.key(1), graph, lengths_of(graph, seed=1), p_halt=P_HALT, steps=steps
+    )
     power = np.eye(NUM_NODES)
     for t in range(4):
-        scores = z_scores(np.concatenate([visits(x, count, t) for x in found]), power)
-        assert np.abs(scores).max() < limit(scores), t
+        scores = z_scores(mean_loads(sampled, COPIES, t), power)
+        assert np.abs(scores).max() < largest_score(scores), t
         power = power @ weights_matrix()
 
 
@@ -88,26 +67,6 @@ def test_all_neighbours_of_a_hub_are_equally_likely(steps):
         for x in (np.asarray(found.node)[kept], np.arange(degree))
     )
     assert stats.chisquare(drawn, there * (count / degree)).pvalue > ALARM
-
-
-def test_reinforced_walks_on_a_graph_without_edges_stay():
-    lengths = np.array([[0, 3], [1, 2], [5, 0]], np.int32)
-    found = reinforced.sample(jax.random.key(0), Graph.from_edges([], 3), lengths, p_halt=P_HALT)
-    load = np.zeros((3, 3))
-    np.add.at(load, (np.asarray(found.start), np.asarray(found.node)), np.asarray(found.load))
-    np.testing.assert_array_equal(load, 2 * np.eye(3))
-
-
-def test_reinforced_walks_avoid_edges_of_earlier_ones():
-    """On a ring, the second of two steps goes the same way with odds e^-1 : 1."""
-    nodes = 3000
-    ring = Graph.from_networkx(networkx.cycle_graph(nodes))
-    lengths = np.ones((nodes, 2), np.int32)
-    found = reinforced.sample(jax.random.key(0), ring, lengths, p_halt=P_HALT)
-    first, second = np.asarray(found.node)[np.asarray(found.step) == 1].reshape(nodes, 2).T
-    chance = np.exp(-1) / (1 + np.exp(-1))
-    z = ((first == second).mean() - chance) / np.sqrt(chance * (1 - chance) / nodes)
-    assert abs(z) < stats.norm.isf(ALARM / 2)
 
 
 def test_a_draw_depends_on_walker_and_step_alone():
@@ -139,7 +98,7 @@ def test_one_ensemble_is_too_large_on_the_diagonal_alone():
     connected = np.delete(np.arange(NUM_NODES), 5)
     assert (np.diag(scores)[connected] > 3).all()
     off = scores[~np.eye(NUM_NODES, dtype=bool)]
-    assert np.abs(off).max() < limit(off)
+    assert np.abs(off).max() < largest_score(off)
 
 
 def test_products_are_those_of_the_gram_matrix():

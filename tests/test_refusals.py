@@ -33,7 +33,6 @@ from performer.graphs import (
     masked_attention,
     matching,
     pagerank,
-    reinforced,
     stitched,
     tasks,
     walks,
@@ -186,10 +185,6 @@ def of_graphs():
         (call(walk_couplings.sigma, np.array([0, 0, 2])), r"not a permutation of 0..2: \[0 0 2\]"),
         (call(walk, edge, np.ones((2, 2), np.int32), steps="fast"), "'weighted', got 'fast'"),
         (call(walk, edge, np.ones((1, 2), np.int32)), r"of 2 nodes; got \(1, 2\)"),
-        (
-            call(raw(reinforced.sample), KEY, edge, np.ones((1, 2), int), p_halt=0.5),
-            "of 2 nodes; got",
-        ),
         (call(walk, negative, np.ones((2, 2), np.int32), steps="weighted"), "needs weights >= 0"),
         (call(stitched.stitched, KEY, edge, jnp.arange, 2, num_walks=1, p_halt=0.5), "f_0 > 0, go"),
         (call(matching.learn, edge, diffusion, p_halt=0.5, order=0), "order must be a positive"),

@@ -22,8 +22,8 @@ import numpy as np
 import scipy.sparse
 
 from experiments.common import harness, launch
-from experiments.graphs import data
-from performer.graphs import Graph, couplings, features, kernels, pagerank, reinforced
+from experiments.graphs import data, reinforced
+from performer.graphs import Graph, couplings, features, kernels, pagerank
 from performer.typing import Key
 
 WALKS = (2, 4, 8, 16)

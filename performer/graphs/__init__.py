@@ -6,7 +6,7 @@ attention      `masked_attention`: random-feature attention between nodes, times
 kernels        kernels between nodes: series for random features, dense for reference
 couplings      joint laws of the lengths of walks: independent, antithetic, sigma
 matching       learning of the permutation of the sigma-coupling
-walks          random walks from all nodes; `reinforced`, the self-avoiding baseline
+walks          random walks from all nodes
 pagerank       PageRank by random walks and by power iteration
 theory         expected errors in closed form; `theory.recommend` chooses the walks
 stitched       `stitched`: long walks from short ones, for kernels that reach far
@@ -21,7 +21,6 @@ from performer.graphs import gp as gp
 from performer.graphs import kernels as kernels
 from performer.graphs import matching as matching
 from performer.graphs import pagerank as pagerank
-from performer.graphs import reinforced as reinforced
 from performer.graphs import stitched as stitched
 from performer.graphs import tasks as tasks
 from performer.graphs import theory as theory

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from performer.graphs import couplings, walks
-from performer.graphs.graph import Graph
+from performer.graphs import Graph, walks
 from performer.typing import Key
 
 
@@ -22,20 +21,13 @@ def sample(
 ) -> walks.Walks:
     """Draw reinforced walks of given lengths from every node, in place of `walks.sample`.
 
-    For small graphs: O(num_nodes * edges) memory. Probabilities are float32 sums, with errors of up
-    to 2^-24 times the degree.
-
-    Raises:
-        ValueError: for p_halt outside (0, 1), or lengths of another shape.
+    For small graphs with edges: O(num_nodes * edges) memory. Probabilities are float32 sums, with
+    errors of up to 2^-24 times the degree.
     """
-    couplings.require_probability(p_halt)
-    walks.require_lengths(lengths, graph)
-    if not len(graph.indices):
-        return walks.sample(key, graph, lengths, p_halt=p_halt)
-    longest = -(-int(np.asarray(lengths).max(initial=1)) // 16) * 16
-    ends = np.sort(np.stack(graph.to_scipy().tocoo().coords), axis=0)
+    longest = -(-int(np.asarray(lengths).max()) // 16) * 16  # few lengths of the scan to compile
+    ends = np.sort(np.stack(graph.to_scipy().tocoo().coords), axis=0)  # (2, entries)
     edges = np.unique(ends, axis=1, return_inverse=True)[1].reshape(-1)
-    widest = max(int(np.asarray(graph.degrees).max(initial=0)), 1)
+    widest = int(np.asarray(graph.degrees).max())
     start, node, step, load, last = _sample(
         key, graph, lengths, jnp.asarray(edges, jnp.int32), longest, widest, p_halt
     )
@@ -47,26 +39,28 @@ def _sample(key, graph, lengths, edges, longest, widest, p_halt):
     """Return the flat lists of `Walks`; `edges` numbers the undirected edge of every entry."""
 
     def choose(node, passed, u):
-        places = graph.indptr[node] + jnp.arange(widest)
-        there = places < graph.indptr[node + 1]
-        places = jnp.where(there, places, 0)
-        times = jnp.where(there, passed[edges[places]], jnp.inf)
-        chances = jnp.where(there, jnp.exp(times.min() - times), 0)  # some chance is 1
+        """Return the entry of the next edge, 1 / its probability, and whether there is one."""
+        entries = graph.indptr[node] + jnp.arange(widest)
+        exists = entries < graph.indptr[node + 1]
+        entries = jnp.where(exists, entries, 0)
+        times = jnp.where(exists, passed[edges[entries]], jnp.inf)
+        # Relative to the least passed edge, whose chance is 1: the sum cannot underflow.
+        chances = jnp.where(exists, jnp.exp(times.min() - times), 0)
         sums = jnp.cumsum(chances)
         chosen = jnp.searchsorted(sums, u * sums[-1], side="right")
-        chosen = jnp.minimum(chosen, jnp.maximum(there.sum() - 1, 0))
-        return places[chosen], sums[-1] / chances[chosen], there.any()
+        chosen = jnp.minimum(chosen, jnp.maximum(exists.sum() - 1, 0))
+        return entries[chosen], sums[-1] / chances[chosen], exists.any()
 
     def from_node(start, lengths, key):
         def step(carry, inputs):
             node, load, passed, length = carry
             time, u = inputs
-            place, inverse_chance, moves = choose(node, passed, u)
+            entry, inverse_chance, moves = choose(node, passed, u)
             alive = time <= length
-            factor = jnp.where(moves, graph.weights[place] * inverse_chance / (1 - p_halt), 0)
+            factor = jnp.where(moves, graph.weights[entry] * inverse_chance / (1 - p_halt), 0)
             load = jnp.where(alive, load * factor, 0)
-            node = jnp.where(alive & moves, graph.indices[place], node)
-            passed = passed.at[edges[place]].add(jnp.where(alive & moves, 1, 0))
+            node = jnp.where(alive & moves, graph.indices[entry], node)
+            passed = passed.at[edges[entry]].add(jnp.where(alive & moves, 1, 0))
             return (node, load, passed, length), (node, time, load, time == length)
 
         def walk(passed, inputs):
@@ -79,10 +73,10 @@ def _sample(key, graph, lengths, edges, longest, widest, p_halt):
             return carry[2], jax.tree.map(lambda a, b: jnp.append(a, b), first, later)
 
         keys = jax.random.split(key, len(lengths))
-        nothing = jnp.zeros(len(edges), graph.weights.dtype)
-        return jax.lax.scan(walk, nothing, (lengths, keys))[1]
+        never = jnp.zeros(len(edges), graph.weights.dtype)
+        return jax.lax.scan(walk, never, (lengths, keys))[1]
 
     starts = jnp.arange(graph.num_nodes, dtype=jnp.int32)
     visits = jax.vmap(from_node)(starts, lengths, jax.random.split(key, graph.num_nodes))
-    start = jnp.broadcast_to(starts[:, None, None], visits[0].shape)
+    start = jnp.broadcast_to(starts[:, None, None], visits[0].shape)  # (nodes, walks, steps + 1)
     return tuple(x.reshape(-1) for x in (start, *visits))
