@@ -9,27 +9,25 @@
                N(0, I / sqrt(d)) as printed, or N(0, I / d)
     vit        relative error |A^ - A|^2 / |A|^2 with 197 tokens, head_dim 64 and m = 128 on three
                kinds of data at several norms; couplings as drawn, calibrated on other tokens, and
-               with an exact window. Drawn tokens have no places: near keys are a share of all keys
+               with an exact window. Drawn tokens have no positions: near keys are any keys
     features   the same error on anisotropic data of squared norm 2, against m
 Tables (csv, md) and figures (png) go to --out.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.attention import data
 from experiments.common import harness, launch
-from performer import calibration, copula
+from performer import calibration
 from performer import couplings as known
 from performer.analysis import attention_error
 from performer.calibration import calibrate
-from performer.typing import Coupling
 
 Part = Literal["figure7", "vit", "features"]
 SIZES = (16, 32, 48, 64)
@@ -46,20 +44,13 @@ SCHEMES = {
     "shift+scale": ("pm-antithetic", "fixed-antithetic"),
     "full": ("orf", "orf-antithetic", "pm-antithetic", "fixed-antithetic"),
 }
-"""Couplings under each calibration; where names are given all of those under each."""
+"""Couplings under each calibration; names that are given replace them under each."""
 NEAR = (("pm-antithetic", "full"),)
 """Couplings with an exact window, where no names are given."""
-LEARNED: dict[str, Callable[[Any], Coupling]] = {
-    "copula": copula.orthogonal,
-    "copula-antithetic": lambda theta: known.Antithetic(copula.orthogonal(theta)),
-}
-"""theta -> coupling, by the word for it: orthogonal rows, lengths learned on other tokens."""
 ORF = ("orf", "none", 0)
 """Baseline of the comparison."""
 NORM, ERROR = "mean |q|^2 = |k|^2", "relative attention error"
 SCHEME = "{coupling}, {calibration}, window {exact window}"
-STEPS = 300
-"""Steps of Adam, from independent lengths."""
 DRAWN = {
     *(("orf", "none"), ("pm-antithetic", "none"), ("fixed-antithetic", "shift")),
     *(("orf-antithetic", "full"), ("pm-antithetic", "full"), ("uniform", "")),
@@ -108,14 +99,14 @@ def figure7(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -
         x = jnp.asarray(tokens, jnp.float32)
         for name, m in itertools.product(names, sizes):
             options: Any = dict(num_features=m, draws=draws, scale=1.0, seed=1)
-            found = attention_error(x, x, coupling=name, **options)
-            estimates = found.variance, found.covariance, found.attention, found.predicted
+            error = attention_error(x, x, coupling=name, **options)
+            estimates = error.variance, error.covariance, error.attention, error.predicted
             line: harness.Row = {"x ~ N(0, .)": reading, "coupling": name, "m": m}
             # The data sets share the draws, so that their standard errors do not average out.
             for column, estimate in zip((*COLUMNS, "predicted"), estimates, strict=True):
                 line[column] = float(estimate.value.mean())
                 line[f"{column} ±"] = float(estimate.standard_error.mean())
-            rows.append(line | {"uniform": float(found.uniform_attention.mean())})
+            rows.append(line | {"uniform": float(error.uniform_attention.mean())})
     return harness.show(rows, out, FIGURES)
 
 
@@ -130,8 +121,8 @@ def vit(
 ) -> str:
     """Measure the errors, absolute and relative to ORF's, on three kinds of data at several norms.
 
-    Means and standard errors over the data sets. The tokens have no places: with a window the keys
-    that are exact are any, a share of all.
+    Means and standard errors over the data sets. The tokens have no positions: a window makes any
+    keys exact, a share of all.
     """
     far = [(name, how) for how in methods for name in names or SCHEMES.get(how, SCHEMES["full"])]
     near = far if names else NEAR
@@ -140,8 +131,11 @@ def vit(
     rows, keys = [], ("coupling", "calibration", "exact window")
     for kind, norm in itertools.product(data.DATA, norms):
         reference, uniform = errors(kind, norm, ORF, m, draws)
-        found = {s: errors(kind, norm, s, m, draws)[0] if s != ORF else reference for s in schemes}
-        for scheme, values in (found | {("uniform", "", 0): uniform}).items():
+        measured = {
+            scheme: errors(kind, norm, scheme, m, draws)[0] if scheme != ORF else reference
+            for scheme in schemes
+        }
+        for scheme, values in (measured | {("uniform", "", 0): uniform}).items():
             case = dict(zip(keys, scheme, strict=True)) | {"kind": kind, NORM: norm}
             case["ratio"] = float(np.exp(np.mean(np.log(values / reference))))
             rows += harness.rows_of(case, values)
@@ -160,33 +154,19 @@ def errors(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return errors on each data set of (coupling, calibration, window), and of uniform attention.
 
-    What is calibrated is fitted to as many other tokens of the same law. The data sets have draws
-    of their own, which all couplings share.
+    The calibration is fitted to as many other tokens of the same distribution. Each data set has
+    its own draws, which all couplings share.
     """
-    found, (name, method, window) = [], scheme
+    pairs, (name, method, window) = [], scheme
     for seed in range(data.DATA_SETS):
         pair = data.DATA[kind](squared_norm, seed, 2 * data.TOKENS)
         (query, others), (key, other_keys) = (jnp.split(x, 2) for x in pair)
-        coupling = learned(name, others, other_keys, m) if name in LEARNED else name
-        fitted = calibrate(others, other_keys, coupling=coupling, method=method, scale=1.0)
+        fitted = calibrate(others, other_keys, coupling=name, method=method, scale=1.0)
         options: Any = dict(num_features=m, draws=draws, seed=seed, scale=1.0, calibration=fitted)
-        error = attention_error(query, key, coupling=coupling, exact_window=window, **options)
-        found.append((error.attention.value[0], error.uniform_attention[0]))
-    of_features, uniform = np.asarray(found, np.float64).T
-    return of_features, uniform
-
-
-def learned(name: str, query: Any, key: Any, m: int) -> Coupling:
-    """Learn the copula of `LEARNED` on these tokens, (t, 1, h) each."""
-
-    @jax.jit
-    def thetas(query: Any, key: Any) -> Any:
-        d = query.shape[-1]
-        loss, start = copula.attention_mse(query[:, 0], key[:, 0]), jnp.zeros(d * (d - 1) // 2)
-        options: Any = dict(num_features=m, coupling=LEARNED[name], num_steps=STEPS)
-        return copula.learn(jax.random.key(0), loss, start, **options)[0]
-
-    return LEARNED[name](thetas(query, key))
+        error = attention_error(query, key, coupling=name, exact_window=window, **options)
+        pairs.append((error.attention.value[0], error.uniform_attention[0]))
+    scheme_errors, uniform = np.asarray(pairs, np.float64).T
+    return scheme_errors, uniform
 
 
 def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out: Path) -> str:
@@ -194,9 +174,9 @@ def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out
     rows, baseline = [], []
     for name, method in [(name, "none") for name in names] or CURVES:
         label = name if method == "none" else f"{name}, calibrated"
-        found = [errors("anisotropic", 2.0, (name, method, 0), m, draws) for m in sizes]
-        own, baseline = np.stack(found, axis=-1)  # (2, data sets, sizes)
-        rows += harness.rows_of({"coupling": label}, own, m=sizes)
+        by_size = [errors("anisotropic", 2.0, (name, method, 0), m, draws) for m in sizes]
+        values, baseline = np.stack(by_size, axis=-1)  # (2, data sets, sizes)
+        rows += harness.rows_of({"coupling": label}, values, m=sizes)
         print(label, flush=True)
     rows += harness.rows_of({"coupling": "uniform"}, baseline, m=sizes)
     return harness.show(rows, out, FIGURES, column="m = {m}")
@@ -215,16 +195,14 @@ def main(
     """Print the tables.
 
     Args:
-        couplings: names; a selection by default. The parts vit and features also accept copula and
-            copula-antithetic, which are learned.
+        couplings: names; a selection by default.
         calibrations: calibrations of the part vit.
         num_features: each m; by default 128 for vit.
         squared_norms: |q|^2 = |k|^2 of the part vit.
         exact_window: near keys that are exact; by default 16 for one coupling of the part vit.
     """
     for name in couplings:  # refuse before any work
-        if "figure7" in parts or name not in LEARNED:
-            known.get(name)
+        known.get(name)
     for method in calibrations:
         calibration.parts(method)
     if "figure7" in parts:
