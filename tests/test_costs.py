@@ -1,5 +1,7 @@
 """Operations against what XLA counts."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,7 +9,8 @@ from flax import nnx
 
 from experiments.common import harness
 from experiments.speed import lengths
-from experiments.speed.baselines import IMPLEMENTATIONS
+from experiments.speed.baselines import IMPLEMENTATIONS, inputs
+from performer import performer_attention
 from tests.small import shapes, small_config
 from tests.tiers import tiers
 from vit import config
@@ -42,6 +45,22 @@ def test_operations_are_those_that_xla_counts(kind, options):
     counted = compiled.cost_analysis()["flops"] / 2
     ours = classification.forward_flops(settings, num_classes=10, channels=3)
     assert 0.85 * counted < ours < 1.02 * counted
+
+
+@pytest.mark.parametrize("name", ["public", "public, causal"])
+def test_the_published_baseline_is_the_librarys(name):
+    """`stabilizer="google"`, values and gradients: the benchmark times the estimate it names."""
+    query, key, value, frequencies, gradient = inputs(tokens=24, heads=2, batch=2)
+    google = partial(
+        performer_attention,
+        frequencies=frequencies,
+        stabilizer="google",
+        is_causal="causal" in name,
+    )
+    public = partial(IMPLEMENTATIONS[name], frequencies=frequencies)
+    (got, pull), (want, pull_want) = (jax.vjp(f, query, key, value) for f in (public, google))
+    for x, y in zip((got, *pull(gradient)), (want, *pull_want(gradient)), strict=True):
+        assert jnp.linalg.norm(x - y) < 1e-5 * jnp.linalg.norm(y)
 
 
 @pytest.mark.thorough

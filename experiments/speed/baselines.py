@@ -4,7 +4,8 @@
 float32 features of all tokens, W broadcast to every batch entry and head, one maximum over all keys
 of a head, an epsilon. Causal attention takes one step of a scan per token, once for the numerator
 and once for the denominator; as in the published JAX code, the backward pass scans from the end and
-takes the tokens out of the sums again.
+takes the tokens out of the sums again. It stands for the time and memory of the published code. Its
+values are available in the library as `stabilizer="google"`, which computes them in blocks.
 
 All take heads in the second last axis, (b, n, h, d), as `performer_attention` does. On a GPU the
 public algorithm and exact attention have the backend's default precision, as their users do.
@@ -25,11 +26,11 @@ EPSILON = 1e-6
 
 def public(query, key, value, frequencies, *, is_causal=False):
     """Compute random-feature attention as published."""
-    query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
+    query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))  # (b, h, n, d)
     query = _public_features(query, frequencies, maximum_over=(-1,))
     key = _public_features(key, frequencies, maximum_over=(-1, -2))
     if is_causal:
-        query, key, value = (x.transpose(2, 0, 1, 3) for x in (query, key, value))
+        query, key, value = (x.transpose(2, 0, 1, 3) for x in (query, key, value))  # (n, b, h, .)
         ones = jnp.ones((*key.shape[:-1], 1))
         output = prefix_products(query, key, value) / prefix_products(query, key, ones)
         return output.transpose(1, 0, 2, 3).astype(value.dtype)
@@ -39,7 +40,7 @@ def public(query, key, value, frequencies, *, is_causal=False):
 
 
 def _public_features(x, frequencies, maximum_over):
-    x = x.astype(jnp.float32) * x.shape[-1] ** -0.25
+    x = x.astype(jnp.float32) * x.shape[-1] ** -0.25  # q.k / sqrt(d) = (q / d^.25).(k / d^.25)
     thick = jnp.broadcast_to(frequencies, (*x.shape[:2], *frequencies.shape))
     projections = jnp.einsum("bhnd,bhmd->bhnm", x, thick)
     half_norm = jnp.sum(x**2, axis=-1, keepdims=True) / 2
