@@ -153,7 +153,7 @@ def run(module, test):
 FOREIGN = ("/flax/", "<string>")
 """Files of the functions that are linearized: Flax's, and the examples themselves."""
 PACKAGE = str(Path(performer.__file__).parent)
-REPLAYED = f"{PACKAGE}/linearization/places.py"
+REPLAYED = f"{PACKAGE}/linearization/program.py"
 """The operations that it binds are those of such a function, with the precision they had."""
 
 

@@ -2,7 +2,9 @@
 
 function  `linearize`: any function that JAX can trace
 compare   a call compared with what was measured
-places    softmax attention in a traced program
+program   a traced function as a list of operations, computed with attention replaced
+search    softmax attention among these operations
+layout    axes of its arrays, in the order of `performer_attention`
 measure   attention in a program, measured on batches
 layers    measured layers and their attention errors, shared with `performer.nnx`
 recipes   numbers of features and exact pairs of each layer, calibrated and refined

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from performer.linearization.measure import flat, unfolded
-from performer.linearization.places import FILL, MASKED, Constants, Place, Traced, Values
+from performer.linearization.program import FILL, MASKED, Constants, Place, Traced, Values
 from performer.typing import float32_or_wider
 
 QUERIES = 16

@@ -15,6 +15,7 @@ from performer import couplings
 from performer.attention import performer_attention
 from performer.linearization.compare import Setting, agreement, lengths, of_constants
 from performer.linearization.layers import Layer, Measured
+from performer.linearization.layout import Unfit
 from performer.linearization.measure import (
     Seen,
     alibi_slopes,
@@ -29,12 +30,11 @@ from performer.linearization.measure import (
     words_of,
 )
 from performer.linearization.outputs import Remembered, change, outputs_of
-from performer.linearization.places import (
+from performer.linearization.program import (
     MASKED,
     Named,
     Place,
     Program,
-    Unfit,
     Values,
     named,
     run,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from performer.attention.values import Exact
 from performer.calibration import Moments
 from performer.linearization.outputs import Outputs
-from performer.linearization.places import Named
+from performer.linearization.program import Named
 from performer.refinement import Linear, Sample, performer_estimate, softmax_attention
 
 

@@ -11,20 +11,19 @@ from jaxtyping import Array, Bool, Float
 
 from performer.calibration import pair_moments
 from performer.linearization.layers import Layer
-from performer.linearization.places import (
+from performer.linearization.layout import Unfit
+from performer.linearization.program import (
     FILL,
     MASKED,
-    READ_ELSEWHERE,
     Named,
     Place,
     Program,
-    Unfit,
     Values,
     left_in,
     named,
     run,
-    traced,
 )
+from performer.linearization.search import READ_ELSEWHERE, traced
 from performer.refinement import Sample, is_held_out, parted
 from performer.typing import float32_or_wider
 
@@ -101,7 +100,7 @@ def words_of(places: Sequence[Named]) -> list[tuple[str, ...]]:
 
 
 def nested(places: Sequence[Named] | dict[int, Named], settings: dict[int, Any]) -> dict[int, Any]:
-    """Settings by the numbers of places, as `places.run` takes them: {1: {2: x}} for at (1, 2)."""
+    """Settings by the numbers of places, as `program.run` takes them: {1: {2: x}} for at (1, 2)."""
     outer: dict[int, Any] = {}
     for number, setting in settings.items():
         inner, at = outer, places[number].at

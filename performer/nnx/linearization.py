@@ -11,9 +11,10 @@ from jaxtyping import Array
 
 from performer.linearization.function import LINEAR, UNCHOSEN, warn
 from performer.linearization.layers import Layer, Measured
+from performer.linearization.layout import Unfit
 from performer.linearization.measure import examples, layer_of, observe, steps_of
 from performer.linearization.outputs import Remembered, change, outputs_of
-from performer.linearization.places import Named, Unfit
+from performer.linearization.program import Named
 from performer.linearization.recipes import Options, replacements
 from performer.linearization.report import Report
 from performer.nnx import _hooks as hooks_

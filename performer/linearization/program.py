@@ -1,0 +1,381 @@
+"""A function as a list of operations, and its values with attention replaced.
+
+JAX traces a function to a jaxpr. A `Program` is its operations in order, with calls inlined, and
+the softmax attention that `performer.linearization.search` finds among them. `run` computes the
+outputs and calls a handler at each place of attention.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from performer.linearization.layout import Layout
+
+INLINED = {"jit", "pjit", "closed_call", "core_call"}
+SOFTMAX = {"exp", "reduce_sum", "div"}
+ATTENTION = {"exp", "dot_general"}
+MASKED = -9000.0
+"""Scores of masked pairs lie below; public code adds -1e4, -1e9, -2e38 or -inf."""
+FILL = 64.0
+"""Value of all q.k from which the scale is read; a power of two, to divide by it exactly."""
+
+
+class Ref(NamedTuple):
+    """Source of a value: an output of an operation, an input of the program, or a constant."""
+
+    op: int | None = None
+    """Number of the operation; None for inputs and constants."""
+    output: int = 0
+    """Which of the outputs of the operation."""
+    input: int | None = None
+    """Number of the input of the program."""
+    value: Any = None
+    """The constant."""
+
+
+@dataclass
+class Op:
+    """An operation, where its inputs come from, and the program in it if it has places."""
+
+    equation: Any
+    inputs: list[Ref]
+    scope: str = ""
+    """Names of `jax.named_scope` around it, also of the calls and bodies that it is in."""
+    body: "Program | None" = None
+
+    @property
+    def name(self) -> str:
+        """Name of its primitive."""
+        return self.equation.primitive.name
+
+
+@dataclass
+class Place:
+    """Softmax attention in a program."""
+
+    scores: int
+    """Number of the operation q k^T."""
+    output: int
+    """Number of the product with the values."""
+    goal: Ref
+    """The scores that enter the softmax."""
+    chain: list[int]
+    """Operations between the two."""
+    layout: Layout
+    line: str
+    """File and line of the user's code."""
+    scope: str
+    """Scope of its operations."""
+    words: tuple[str, ...]
+    """Names of all operations of the place except those that move axes or convert dtypes."""
+    along: frozenset
+    """Axes of the scores along which the mask depends on the inputs of the program."""
+    masked: bool
+    """True if the mask depends on the inputs of the program at all."""
+    scaled: bool
+    """True if the scale depends on the inputs of the program."""
+
+    @property
+    def by_pairs(self) -> bool:
+        """True if the inputs of the program decide which keys a query sees, pair by pair."""
+        return self.layout.time in self.along
+
+
+class Left(NamedTuple):
+    """Attention that cannot be replaced."""
+
+    line: str
+    scope: str
+    reason: str
+
+
+@dataclass
+class Program:
+    """Operations in order, with calls inlined; `places` by the number of their output."""
+
+    ops: list[Op]
+    outputs: list[Ref]
+    places: dict[int, Place] = field(default_factory=dict)
+    left: list[Left] = field(default_factory=list)
+    single: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Words of attention to a single key, by the number of its output: it is the value."""
+
+
+def inlined(jaxpr: Any, constants: Sequence[Any], scope: str = "") -> Program:
+    """Return the operations of a jaxpr, with calls inlined."""
+    ops: list[Op] = []
+    inputs = [Ref(input=number) for number in range(len(jaxpr.invars))]
+    return Program(ops, _inlined(jaxpr, constants, inputs, ops, scope))
+
+
+def _inlined(
+    jaxpr: Any, constants: Sequence[Any], inputs: list[Ref], ops: list[Op], scope: str
+) -> list[Ref]:
+    """Append the operations of a jaxpr to `ops` and return its outputs."""
+    known = dict(zip(jaxpr.constvars, (Ref(value=x) for x in constants), strict=True))
+    known |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def source(atom: Any) -> Ref:
+        return Ref(value=atom.val) if isinstance(atom, jex.Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        sources = [source(atom) for atom in equation.invars]
+        inner, inner_scope = _called(equation), f"{scope}/{equation.source_info.name_stack}"
+        if inner is not None:
+            is_jit = equation.primitive.name in INLINED
+            called = equation.params.get("name", "") if is_jit else ""
+            outputs = _inlined(*inner, sources, ops, f"{inner_scope}/{called}")
+        else:
+            outputs = [Ref(len(ops), i) for i in range(len(equation.outvars))]
+            ops.append(Op(equation, sources, inner_scope))
+        known |= dict(zip(equation.outvars, outputs, strict=True))
+    return [source(atom) for atom in jaxpr.outvars]
+
+
+def _called(equation: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Return the jaxpr of a call and its constants; None for what is no call.
+
+    A function with a derivative of its own counts as an operation, unless it is softmax or all of
+    attention.
+    """
+    name, parameters = equation.primitive.name, equation.params
+    inner = next(
+        (parameters[x] for x in ("call_jaxpr", "fun_jaxpr", "jaxpr") if x in parameters), None
+    )
+    custom = {"custom_jvp_call": SOFTMAX, "custom_vjp_call": ATTENTION}.get(name)
+    if name not in INLINED and not (custom and custom <= _words(inner)):
+        return None
+    assert inner is not None
+    return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+
+
+def _words(jaxpr: Any) -> set[str]:
+    """Names of all operations of a jaxpr and the jaxprs in it."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = (_words(x) for equation in jaxpr.eqns for x in jex.jaxprs_in_params(equation.params))
+    return {equation.primitive.name for equation in jaxpr.eqns}.union(*inner)
+
+
+class Values:
+    """Values of the operations of a program, as far as they are computed."""
+
+    def __init__(self, program: Program, inputs: Sequence[Any]):
+        self.program, self.inputs = program, inputs
+        self.of: dict[int, list[Any]] = {}
+
+    def read(self, ref: Ref) -> Any:
+        """Return the value that a reference stands for."""
+        if ref.op is not None:
+            return self.of[ref.op][ref.output]
+        if ref.input is not None:
+            return self.inputs[ref.input]
+        return (
+            ref.value if isinstance(ref.value, jax.Array | float | int) else jnp.asarray(ref.value)
+        )
+
+    def bind(self, op: Op, read: Callable[[Ref], Any]) -> list[Any]:
+        """Return the outputs of an operation."""
+        primitive = op.equation.primitive
+        parameters = primitive.get_bind_params(op.equation.params)
+        with op.equation.ctx.manager:
+            output = primitive.bind(*map(read, op.inputs), **parameters)
+        return list(output) if primitive.multiple_results else [output]
+
+    def scores(self, place: Place, fill: ArrayLike) -> Array:
+        """Return what enters the softmax if all q.k are `fill`: (b, n, t, s)."""
+        shape = self.program.ops[place.scores].equation.outvars[0].aval
+        new = {place.scores: [jnp.full(shape.shape, fill, shape.dtype)]}
+
+        def read(ref: Ref) -> Any:
+            return new[ref.op][ref.output] if ref.op in new else self.read(ref)
+
+        for number in place.chain:
+            new[number] = self.bind(self.program.ops[number], read)
+        return place.layout.pairs(read(place.goal))
+
+    def operands(self, place: Place) -> tuple[Array, Array, Array]:
+        """Return queries (b, t, n, h), keys (b, s, k, h) and values (b, s, k, v)."""
+        of_scores, of_output = (self.program.ops[i].inputs for i in (place.scores, place.output))
+        layout = place.layout
+        query, key = (self.read(of_scores[i]) for i in layout.operands)
+        return (
+            layout.query(query),
+            layout.key(key),
+            layout.value(self.read(of_output[layout.values])),
+        )
+
+
+class Traced(Exception):
+    """A constant of the program that is an argument of what is being traced around it."""
+
+
+class Constants(Values):
+    """Values that do not depend on the inputs of the program, computed when they are read."""
+
+    def __init__(self, program: Program):
+        super().__init__(program, ())
+
+    def read(self, ref: Ref) -> Any:
+        """Return the value that a reference stands for.
+
+        Raises:
+            Traced: if it is not known while tracing.
+        """
+        if ref.input is not None or isinstance(ref.value, Tracer):
+            raise Traced
+        if ref.op is not None and ref.op not in self.of:
+            self.of[ref.op] = self.bind(self.program.ops[ref.op], self.read)
+        return super().read(ref)
+
+
+def run(
+    program: Program,
+    inputs: Sequence[Any],
+    settings: dict[int, Any],
+    handle: Callable[[Values, Place, tuple[int, ...], Any], tuple[Array, Any]],
+    at: tuple[int, ...] = (),
+) -> tuple[list[Any], dict[int, Any]]:
+    """Return the outputs of a program, and the second result of `handle` at each place.
+
+    Args:
+        program: as traced.
+        inputs: arrays.
+        settings: pytree for each place that is handled, by its number; for a body a dict of the
+            same kind. In a scan the leaves have an axis more, of the steps. With () as the setting
+            the operations of the place are computed also, for a handler that needs them.
+        handle: (values, place, numbers that lead to it, setting) -> the output there, and anything.
+        at: numbers that lead to the program.
+    """
+    values = Values(program, inputs)
+    kept: dict[int, Any] = {}
+    for number in _needed(program, settings):
+        op = program.ops[number]
+        if number in program.places and number in settings:
+            output, kept[number] = handle(
+                values, program.places[number], (*at, number), settings[number]
+            )
+            values.of[number] = [output]
+        elif op.body is not None and settings.get(number):
+            read = [values.read(ref) for ref in op.inputs]
+            values.of[number], kept[number] = _run_body(
+                op, read, settings[number], handle, (*at, number)
+            )
+        else:
+            values.of[number] = values.bind(op, values.read)
+    return [values.read(ref) for ref in program.outputs], kept
+
+
+def _run_body(
+    op: Op, inputs: list[Any], settings: Any, handle: Any, at: tuple[int, ...]
+) -> tuple[list[Any], Any]:
+    parameters, body = op.equation.params, op.body
+    assert body is not None
+    if op.name != "scan":
+        call = lambda *inputs: run(body, inputs, settings, handle, at)  # noqa: E731
+        options = {name: parameters[name] for name in ("prevent_cse", "policy")}
+        return jax.checkpoint(call, **options)(*inputs)
+    # Inputs are constants, carry and slices; outputs carry and slices. JAX 0.11 has no numbers of
+    # them, but slices have an axis more outside than in the body.
+    inside = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
+    last, count = (
+        sum(x.aval.ndim == y.aval.ndim for x, y in zip(*both, strict=True))
+        for both in (
+            (op.equation.invars, inside.invars),
+            (op.equation.outvars, inside.outvars),
+        )
+    )
+    constants, carry = inputs[: last - count], inputs[last - count : last]
+
+    def step(carry, slices):
+        of_step, setting = slices
+        outputs, kept = run(body, [*constants, *carry, *of_step], setting, handle, at)
+        return outputs[:count], (outputs[count:], kept)
+
+    options = {name: parameters[name] for name in ("length", "reverse", "unroll")}
+    carry, (stacked, kept) = jax.lax.scan(step, carry, (inputs[last:], settings), **options)
+    return [*carry, *stacked], kept
+
+
+def _needed(program: Program, settings: dict[int, Any]) -> list[int]:
+    """Operations that outputs and places with settings depend on once these are replaced."""
+    needed: set[int] = set()
+    left = [*settings, *(ref.op for ref in program.outputs)]
+    left += [i for i, op in enumerate(program.ops) if op.equation.effects]
+    while left:
+        number = left.pop()
+        if number is None or number in needed:
+            continue
+        needed.add(number)
+        refs = program.ops[number].inputs
+        if number in program.places and settings.get(number, ()) != ():
+            refs = _read_by(program, program.places[number])
+        left += [ref.op for ref in refs]
+    return sorted(needed)
+
+
+def _read_by(program: Program, place: Place) -> list[Ref]:
+    """Inputs of a replaced place: queries, keys, values, and the parts of its mask."""
+    refs = [*program.ops[place.scores].inputs]
+    refs.append(program.ops[place.output].inputs[place.layout.values])
+    inside = {place.scores, *place.chain}
+    side = (ref for number in place.chain for ref in program.ops[number].inputs)
+    return refs + [ref for ref in side if ref.op not in inside]
+
+
+def places_in(program: Program, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple, Place, tuple]]:
+    """Each place: the numbers that lead to it, the place, and the lengths of the scans around."""
+    for number, op in enumerate(program.ops):
+        if number in program.places:
+            yield (*at, number), program.places[number], ()
+        if op.body is not None:
+            lengths = (op.equation.params["length"],) if op.name == "scan" else ()
+            for inner, place, more in places_in(op.body, (*at, number)):
+                yield inner, place, (*lengths, *more)
+
+
+def single_in(program: Program, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple, tuple]]:
+    """The numbers that lead to attention to a single key, and its words."""
+    for number, op in enumerate(program.ops):
+        if number in program.single:
+            yield (*at, number), program.single[number]
+        if op.body is not None:
+            yield from single_in(op.body, (*at, number))
+
+
+def left_in(program: Program) -> list[Left]:
+    """Attention that cannot be replaced, also in bodies."""
+    bodies = [op.body for op in program.ops if op.body is not None]
+    return program.left + [each for body in bodies for each in left_in(body)]
+
+
+class Named(NamedTuple):
+    """A place with a name for the report."""
+
+    number: int
+    """In the order of the program."""
+    at: tuple[int, ...]
+    """Numbers of the operations that lead to it."""
+    place: Place
+    lengths: tuple[int, ...]
+    """Lengths of the scans around it."""
+    name: str
+
+
+def named(program: Program) -> list[Named]:
+    """All places, by file and line; numbered where a line has several."""
+    places = list(places_in(program))
+    lines = [place.line for _, place, _ in places]
+    count: dict[str, int] = {}
+    result = []
+    for number, (at, place, lengths) in enumerate(places):
+        same = count[place.line] = count.get(place.line, -1) + 1
+        name = f"{place.line} #{same}" if lines.count(place.line) > 1 else place.line
+        result.append(Named(number, at, place, lengths, name))
+    return result

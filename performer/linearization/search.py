@@ -1,0 +1,352 @@
+"""Search for softmax attention in a traced program.
+
+A place is a subgraph that computes
+
+    scores = q k^T;   weights = softmax(scale scores + bias);   output = weights v
+
+Every product of two arrays is a candidate for weights v. Backwards from it lie an exponential and
+the product q k^T. The axes of q k^T are followed by name through the operations that keep or move
+them, up to the product that sums over the keys. The bias is what the operations between product and
+exponential make of scores that are all 0, and the scale follows from scores that are all 64.
+Numbers decide whether the place is softmax attention indeed (`performer.linearization.measure`):
+softmax of what was read must be the output.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from jax.interpreters import partial_eval
+
+from performer.linearization.layout import MOVES, STIRS, Axis, Layout, Unfit, atoms_of, moved
+from performer.linearization.program import (
+    Left,
+    Op,
+    Place,
+    Program,
+    Ref,
+    inlined,
+    left_in,
+    places_in,
+    single_in,
+)
+
+BODIES = {"scan", "remat2", "checkpoint"}
+"""Operations whose bodies are programs of their own: layers in a scan, and under a checkpoint."""
+KERNELS = ("flash", "attention", "attn", "mha", "fmha")
+"""Names of kernels that compute all of attention in one operation."""
+NAMES = ("name", "name_and_src_info", "target_name")
+"""Parameters of operations that name a kernel."""
+OPAQUE = {"ffi_call", "custom_call", "pure_callback", "io_callback", "pallas_call"}
+NOT_READ = "exponentials between two products that are not read as attention"
+READ_ELSEWHERE = (
+    "its weights are read elsewhere, as by a derivative or an output: linearize first, then"
+    " differentiate"
+)
+
+
+def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Program, Any]:
+    """Return the program of a function for these arguments, and the structure of its result."""
+    closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    used = [True] * len(closed.jaxpr.outvars)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
+    return program_of(jaxpr, closed.consts), jax.tree.structure(result)
+
+
+def program_of(jaxpr: Any, constants: Sequence[Any], scope: str = "") -> Program:
+    """Return the operations of a jaxpr, with the places among them."""
+    program = inlined(jaxpr, constants, scope)
+    for number, op in enumerate(program.ops):
+        _look_inside(program, op)
+        if op.name == "dot_general":
+            _add_place(program, number)
+    return program
+
+
+def _look_inside(program: Program, op: Op) -> None:
+    """Find places in the body of an operation, and attention that cannot be reached."""
+    equation, line = op.equation, line_of(op.equation)
+    called = "".join(str(equation.params.get(x, "")) for x in NAMES)
+    if "call_jaxpr" in equation.params:  # a function with a derivative of its own
+        called += str(getattr(equation.params["call_jaxpr"].jaxpr.debug_info, "func_name", ""))
+    around = op.scope.split("/")[::-1] if op.name in OPAQUE else []
+    names = (called, op.name, *around)
+    kernel = [x for x in names if any(word in x.lower() for word in KERNELS)]
+    inner = [
+        program_of(getattr(x, "jaxpr", x), getattr(x, "consts", ()), op.scope)
+        for x in jex.jaxprs_in_params(equation.params)
+    ]
+    if kernel and op.name not in BODIES:
+        reason = f"a kernel, {kernel[0]}: its queries and keys are not read"
+        program.left.append(Left(line, op.scope, reason))
+    elif op.name in BODIES:
+        if left_in(inner[0]) or any(places_in(inner[0])) or any(single_in(inner[0])):
+            op.body = inner[0]
+    else:
+        reason = f"inside {op.name}, which is not entered"
+        for body in inner:
+            program.left += [Left(x.line, x.scope, reason) for _, x, _ in places_in(body)]
+            program.left += left_in(body)
+
+
+def _add_place(program: Program, output: int) -> None:
+    """Add the place whose product with the values this is, if it is one."""
+    for number, operand in enumerate(program.ops[output].inputs):
+        exponential = _before(program, operand, ("exp", "exp2"))
+        if exponential is None:
+            continue
+        scores = _before(program, program.ops[exponential].inputs[0], ("dot_general",))
+        if scores is None:
+            continue
+        line = line_of(program.ops[scores].equation)
+        if is_linear(program.ops[scores].equation):
+            return
+        try:
+            place = _place(program, scores, exponential, output, number, line)
+        except Unfit as reason:
+            program.left.append(Left(line, program.ops[scores].scope, str(reason)))
+        else:
+            if place is not None:
+                program.places[output] = place
+        return
+
+
+def _before(program: Program, ref: Ref, names: tuple[str, ...]) -> int | None:
+    """The latest operation of these names that a value comes from, without a product between."""
+    # A heap of negative numbers: the latest operation comes first.
+    heap, seen = ([] if ref.op is None else [-ref.op]), set()
+    while heap:
+        number = -heapq.heappop(heap)
+        op = program.ops[number]
+        if op.name in names:
+            return number
+        if number in seen or op.name == "dot_general" or op.body is not None:
+            continue
+        seen.add(number)
+        for each in op.inputs:
+            if each.op is not None:
+                heapq.heappush(heap, -each.op)
+    return None
+
+
+def _place(
+    program: Program, scores: int, exponential: int, output: int, number: int, line: str
+) -> Place | None:
+    """The place of these operations, None if it is no attention at all.
+
+    Raises:
+        Unfit: if it looks like attention, and is written in a way that is not read.
+    """
+    ops, axes = program.ops, _followed(program, scores, output)
+    weights = ops[output].inputs[number]
+    if weights.op not in axes or exponential not in axes:
+        if _is_softmax(program, scores, exponential, output, weights):
+            raise Unfit(NOT_READ)
+        return None
+    inside = [scores, *(i for i in range(scores, output + 1) if i in axes), output]
+    words = tuple(
+        ops[i].name for i in inside if ops[i].name not in {*MOVES, "convert_element_type"}
+    )
+    product = ops[output].equation
+    summed = product.params["dimension_numbers"][0][number]
+    if [product.invars[number].aval.shape[i] for i in summed] == [1]:
+        program.single[output] = words
+        return None
+    layout = Layout.of(ops[scores].equation, product, number, axes[weights.op])
+    if layout is None:
+        mixed = [x for i in summed for x in axes[weights.op][i] if x[0] == "batch"]
+        if mixed and _is_softmax(program, scores, exponential, output, weights):
+            raise Unfit(NOT_READ)
+        return None
+    if _is_read_elsewhere(program, exponential, output, weights):
+        raise Unfit(READ_ELSEWHERE)
+    goal = _unshifted(program, exponential, axes)
+    chain = _between(program, scores, goal)
+    if goal.op not in axes or (not chain and goal.op != scores):
+        raise Unfit("its scores do not come from one product of queries and keys")
+    layout.goal = axes[goal.op]
+    if {atom for axis in layout.goal for atom in axis} != {
+        a for a, n in layout.sizes.items() if n > 1
+    }:
+        raise Unfit("axes of the scores are lost before the softmax")
+    layout.name_heads()
+    varying = _varying(program)
+    for i in (i for i in axes if exponential < i < output):
+        if any(_varies(x, varying) and x.op not in axes for x in ops[i].inputs):
+            raise Unfit("its weights are changed after the softmax, as by dropout")
+    scope = ops[scores].scope
+    along, masked, scaled = _dependence(program, layout, axes, scores, chain, varying)
+    return Place(scores, output, goal, chain, layout, line, scope, words, along, masked, scaled)
+
+
+def _followed(program: Program, scores: int, output: int) -> dict[int, list[Axis]]:
+    """Axes of each operation that comes from the scores, where they can be followed."""
+    sizes = atoms_of(program.ops[scores].equation)
+    axes = {scores: [(atom,) if n != 1 else () for atom, n in sizes.items()]}
+    for number in range(scores + 1, output):
+        op = program.ops[number]
+        known = [None if ref.op is None else axes.get(ref.op) for ref in op.inputs]
+        if any(known) and op.body is None:
+            result = moved(op.equation, known, sizes)
+            if result is not None:
+                axes[number] = result
+    return axes
+
+
+def _unshifted(program: Program, exponential: int, axes: dict[int, list[Axis]]) -> Ref:
+    """The scores before their largest, or the logarithm of their sum, was subtracted."""
+    goal = program.ops[exponential].inputs[0]
+    while goal.op is not None and program.ops[goal.op].name == "sub":
+        whole, part = program.ops[goal.op].inputs
+        if part.op not in axes:
+            break
+        goal = whole
+    return goal
+
+
+def _dependence(
+    program: Program,
+    layout: Layout,
+    axes: dict[int, list[Axis]],
+    scores: int,
+    chain: list[int],
+    varying: set[int],
+) -> tuple[frozenset, bool, bool]:
+    """How mask and scale depend on the inputs of the program: `along`, `masked`, `scaled`."""
+    inside, along = {scores, *chain}, set()
+    masked = scaled = False
+    queries = (atom for atom in layout.sizes if atom[0] != layout.keys[0])
+    free = [atom for atom in queries if atom[0] != "batch"]
+    for i in chain:
+        name, inputs = program.ops[i].name, program.ops[i].inputs
+        is_score = [ref.op in inside for ref in inputs]
+        # jnp.where(mask, scores, -inf) has the scores last
+        may_join = name == "select_n" and is_score == [False, False, True]
+        scaled |= name == "select_n" and sum(is_score) > 1
+        for ref in (x for x, known in zip(inputs, is_score, strict=True) if not known):
+            if not _varies(ref, varying):
+                continue
+            if name in ("mul", "div"):
+                scaled = True
+                continue
+            masked = True
+            for atom in free:
+                rows = [j for j, axis in enumerate(axes[i]) if atom in axis]
+                if not rows or not _is_same_along(program, ref, rows[0], varying, may_join):
+                    along.add(atom)
+    return frozenset(along), masked, scaled
+
+
+def _is_softmax(program: Program, scores: int, exponential: int, output: int, weights: Ref) -> bool:
+    """True for a sum of exponentials between two products that sum over one axis each."""
+    both = (program.ops[i].equation.params["dimension_numbers"][0] for i in (scores, output))
+    sums = any(program.ops[i].name == "reduce_sum" for i in _between(program, exponential, weights))
+    return sums and all(len(summed[0]) == 1 for summed in both)
+
+
+def _is_read_elsewhere(program: Program, exponential: int, output: int, weights: Ref) -> bool:
+    """True if more than the product with the values reads the weights, or parts of them."""
+    inside = {exponential, *_between(program, exponential, weights)}
+    refs = list(program.outputs)
+    for number, op in enumerate(program.ops):
+        if number not in inside and number != output:
+            refs += op.inputs
+    return any(ref.op in inside for ref in refs)
+
+
+def _between(program: Program, start: int, goal: Ref) -> list[int]:
+    """Operations after `start` that depend on it and that `goal` depends on, in order."""
+    if goal.op is None:
+        return []
+    after, towards = {start}, {goal.op}
+    for number in range(start + 1, goal.op + 1):
+        if any(ref.op in after for ref in program.ops[number].inputs):
+            after.add(number)
+    for number in range(goal.op, start, -1):
+        if number in towards:
+            towards |= {ref.op for ref in program.ops[number].inputs}
+    return sorted((after & towards) - {start})
+
+
+def _varies(ref: Ref, varying: set[int]) -> bool:
+    """True if a value depends on inputs of the program."""
+    return ref.input is not None or ref.op in varying
+
+
+def _varying(program: Program) -> set[int]:
+    """Operations that depend on inputs of the program."""
+    varying: set[int] = set()
+    for number, op in enumerate(program.ops):
+        if any(_varies(ref, varying) for ref in op.inputs):
+            varying.add(number)
+    return varying
+
+
+def _is_same_along(
+    program: Program, ref: Ref, axis: int, varying: set[int], may_join: bool
+) -> bool:
+    """True if what depends on the inputs is the same along an axis, by being broadcast.
+
+    With `may_join`, constants that differ along the axis may be joined to it by "and": a causal
+    mask to a mask of keys.
+    """
+    shape = _shape(program, ref)
+    if may_join and not _varies(ref, varying):
+        return True
+    if shape is not None and (shape[axis:] or (1,))[0] == 1:
+        return True
+    if ref.op is None or not program.ops[ref.op].inputs:
+        return False
+    op = program.ops[ref.op]
+    if op.name == "broadcast_in_dim":
+        onto = list(op.equation.params["broadcast_dimensions"])
+        if axis not in onto:
+            return True
+        return _is_same_along(program, op.inputs[0], onto.index(axis), varying, may_join)
+    if op.name in MOVES or op.name in STIRS:
+        return False
+    shapes = [_shape(program, x) for x in op.inputs]
+    aligned = shape is not None and all(x is not None and len(x) in (0, len(shape)) for x in shapes)
+    may_join = may_join and op.name in ("and", "convert_element_type", "copy", "stop_gradient")
+    return aligned and all(_is_same_along(program, x, axis, varying, may_join) for x in op.inputs)
+
+
+def _shape(program: Program, ref: Ref) -> tuple[int, ...] | None:
+    """Shape of a constant or of an output of an operation; None for an input of the program."""
+    if ref.op is not None:
+        return program.ops[ref.op].equation.outvars[ref.output].aval.shape
+    return np.shape(ref.value) if ref.input is None else None
+
+
+FOREIGN = tuple(f"/{name}/" for name in ("jax", "flax", "equinox", "haiku", "optax", "jaxtyping"))
+OURS = str(Path(__file__).parents[1] / "attention")
+"""Folder of `performer_attention`."""
+REPLAYING = (
+    *(f"performer/linearization/{name}.py" for name in ("layout", "program", "search")),
+    "performer/nnx/_hooks.py",
+)
+"""Files that trace and compute the operations of others."""
+
+
+def is_linear(equation: Any) -> bool:
+    """True for an operation of `performer_attention`."""
+    return any(x.file_name.startswith(OURS) for x in _frames(equation))
+
+
+def _frames(equation: Any) -> list:
+    trace = equation.source_info.traceback
+    return [] if trace is None else list(trace.frames)
+
+
+def line_of(equation: Any) -> str:
+    """File and line of the user's code that an operation comes from."""
+    frames = _frames(equation)
+    users = [x for x in frames if not any(f"packages{name}" in x.file_name for name in FOREIGN)]
+    users = [x for x in users if not x.file_name.endswith(REPLAYING)]
+    if not users:
+        return "an unknown line"
+    return f"{users[0].file_name.rsplit('/', 1)[-1]}:{users[0].line_num}"
