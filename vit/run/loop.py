@@ -92,6 +92,13 @@ class Progress:
         if self.ended:
             self._log()
 
+    def evaluated(self, step: int, results: metrics.Record) -> None:
+        """Log the results of an evaluation after a step."""
+        record = {"step": step, "epoch": step / self.steps_per_epoch} | results
+        self.write(record | {"seconds": self.seconds()})
+        split = self.config.data.eval_split
+        self.line(f"step {step}: {split} {metrics.results(record)}")
+
     def _wait(self) -> None:
         """Wait for the first running step; write a line of the log if one is due."""
         self.ended.append(self.running.popleft())
@@ -242,36 +249,38 @@ def train(
         past = metrics.keep_up_to(path, first) if lead else []
         start = time.perf_counter() - sum(record["seconds"] for record in past[-1:])
         write = stack.enter_context(loggers.writer(log, workdir, config, lead))
-        evaluate_now = due(first, config.eval_every, num_steps) and not devices.agree(
-            bool(past) and past[-1]["step"] == first and "eval_loss" in past[-1]
-        )
         names = list(steps.parameters(program.abstract))
         run = steps_per_epoch, num_steps
         progress = Progress(config, task, rate, *run, names, write, lead, start)
-        tracing = stack.enter_context(contextlib.ExitStack())
-        step, saved, evaluated = first, first, False
-        traced = first + config.log_every if profile else -1  # the step before the traced ones
+        # The evaluation that a run was stopped or killed in.
+        owed = due(first, config.eval_every, num_steps) and not devices.agree(
+            bool(past) and past[-1]["step"] == first and "eval_loss" in past[-1]
+        )
 
+        def evaluate(step: int, state: Any) -> None:
+            """Log the results; raise `safety.Stopped` between two batches."""
+            batches = safety.until(stopping, runs.eval_batches(dataset, config, mesh))
+            results = steps.evaluate(task, partial(program.evaluate, state), batches)
+            progress.evaluated(step, results)
+
+        # Programs that do not compile, or do not fit, end the run before its first step.
         batches = iter(())
-        if step < num_steps:
-            batches = stack.enter_context(runs.batches(dataset, config, mesh, step))
+        if first < num_steps:
+            batches = stack.enter_context(runs.batches(dataset, config, mesh, first))
             compiled(program.train, state, runs.abstract_batch(dataset, config, mesh), progress)
-        while evaluate_now or step < num_steps:
-            if evaluate_now:
-                record = {"step": step, "epoch": step / steps_per_epoch}
-                evaluation = safety.until(stopping, runs.eval_batches(dataset, config, mesh))
-                with contextlib.suppress(safety.Stopped):
-                    if not evaluated:
-                        masked = runs.abstract_batch(dataset, config, mesh, mask=True)
-                        compiled(program.evaluate, state, masked, progress)
-                        evaluated = True
-                    record |= steps.evaluate(task, partial(program.evaluate, state), evaluation)
-                    write(record | {"seconds": progress.seconds()})
-                    evaluate_now = False
-                    progress.line(
-                        f"step {step}: {config.data.eval_split} {metrics.results(record)}"
-                    )
-            else:
+        if first < num_steps or owed:
+            masked = runs.abstract_batch(dataset, config, mesh, mask=True)
+            compiled(program.evaluate, state, masked, progress)
+        tracing = stack.enter_context(contextlib.ExitStack())
+        # The step before the traced ones; the last step has none after it.
+        traced = first + config.log_every if profile else num_steps
+
+        step = saved = first
+        try:
+            if owed:
+                evaluate(step, state)
+            while step < num_steps:
+                # Step.
                 if step == traced:
                     progress.read()
                     tracing.enter_context(jax.profiler.trace(str(workdir / "profile")))
@@ -280,23 +289,33 @@ def train(
                 waited = time.perf_counter() - requested
                 state, values = program.train(state, batch)
                 step += 1
+
+                # Log. Values that are not finite raise here, before anything is saved.
                 progress.add(step, values, requested, waited)
-                if step == traced + PROFILED:
+                saves = due(step, config.checkpoint_every, num_steps)
+                evaluates = due(step, config.eval_every, num_steps)
+                if saves or evaluates or step == traced + PROFILED:
                     progress.read()
+                if step == traced + PROFILED:
                     tracing.close()
-                evaluate_now = due(step, config.eval_every, num_steps)
-            saving = due(step, config.checkpoint_every, num_steps)
-            if saving or evaluate_now:
-                progress.read()
-            if stop := stopping():
-                progress.read()
-            if step != saved and (stop or saving):
+
+                # Save.
+                if saves:
+                    checkpoint.save(checkpoints, step, state)
+                    saved = step
+                if stopping():
+                    progress.read()
+                    raise safety.Stopped
+
+                # Evaluate.
+                if evaluates:
+                    evaluate(step, state)
+        except safety.Stopped:
+            if step != saved:
                 checkpoint.save(checkpoints, step, state)
-                saved = step
-            if stop and (evaluate_now or step < num_steps):
-                checkpoint.finish(checkpoints)
-                print(f"stopped at step {step} of {num_steps}; the same command resumes")
-                sys.exit(safety.STOPPED)
+            checkpoint.finish(checkpoints)
+            print(f"stopped at step {step} of {num_steps}; the same command resumes")
+            sys.exit(safety.STOPPED)
         checkpoint.finish(checkpoints)
 
     if lead:

@@ -134,7 +134,7 @@ def interruption() -> Iterator[Callable[[], bool]]:
 
 
 class Stopped(Exception):
-    """Raised by `until`."""
+    """Raised after a signal to stop, by `until` for example."""
 
 
 def until(stopping: Callable[[], bool], items: Iterable[Any]) -> Iterator[Any]:
