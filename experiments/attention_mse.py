@@ -50,7 +50,6 @@ NEAR = (("pm-antithetic", "full"),)
 ORF = ("orf", "none", 0)
 """Baseline of the comparison."""
 NORM, ERROR = "mean |q|^2 = |k|^2", "relative attention error"
-SCHEME = "{coupling}, {calibration}, window {exact window}"
 DRAWN = {
     *(("orf", "none"), ("pm-antithetic", "none"), ("fixed-antithetic", "shift")),
     *(("orf-antithetic", "full"), ("pm-antithetic", "full"), ("uniform", "")),
@@ -77,9 +76,8 @@ FIGURES: harness.Figures = {
         log="xy",
     ),
     "vit": dict(
-        columns="{kind} {norm}",
         change=drawn,
-        x="norm",
+        x=NORM,
         xlabel="mean |q|² = |k|²",
         line="{scheme}",
         panel="{kind}",
@@ -87,7 +85,7 @@ FIGURES: harness.Figures = {
         log="xy",
         ylabel=ERROR,
     ),
-    "features": dict(columns="m = {m}", x="m", log="xy", ylabel=ERROR),
+    "features": dict(x="m", log="xy", ylabel=ERROR),
 }
 
 
@@ -119,9 +117,10 @@ def vit(
     draws: int,
     out: Path,
 ) -> str:
-    """Measure the errors, absolute and relative to ORF's, on three kinds of data at several norms.
+    """Measure the errors on three kinds of data at several norms.
 
-    Means and standard errors over the data sets. The tokens have no positions: a window makes any
+    Means and standard errors over the data sets, and "ratio", the geometric mean over the data sets
+    of the ratio to ORF's errors. The tokens have no positions: a window makes any
     keys exact, a share of all.
     """
     far = [(name, how) for how in methods for name in names or SCHEMES.get(how, SCHEMES["full"])]
@@ -140,13 +139,8 @@ def vit(
             case["ratio"] = float(np.exp(np.mean(np.log(values / reference))))
             rows += harness.rows_of(case, values)
         print(kind, f"{norm:g}", flush=True)
-    ratios = [
-        {key: group[0][key] for key in keys}
-        | {f"{row['kind']} {row[NORM]:g} / orf": row["ratio"] for row in group}
-        for group in harness.grouped(rows, SCHEME).values()
-    ]
-    harness.show(ratios, out.with_name(f"{out.name}_ratios"))
-    return harness.show(rows, out, {out.name: FIGURES["vit"]}, column=f"{{kind}} {{{NORM}:g}}")
+    table = harness.wide(rows, f"{{kind}} {{{NORM}:g}}")
+    return harness.show(rows, out, {out.name: FIGURES["vit"]}, shown=table)
 
 
 def errors(
@@ -179,7 +173,7 @@ def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out
         rows += harness.rows_of({"coupling": label}, values, m=sizes)
         print(label, flush=True)
     rows += harness.rows_of({"coupling": "uniform"}, baseline, m=sizes)
-    return harness.show(rows, out, FIGURES, column="m = {m}")
+    return harness.show(rows, out, FIGURES, shown=harness.wide(rows, "m = {m}"))
 
 
 def main(

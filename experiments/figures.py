@@ -1,4 +1,4 @@
-"""Draw the committed figures again, each from the csv beside it.
+"""Draw the committed figures again, each from the csv next to it.
 
     python -m experiments.figures
 
@@ -13,15 +13,16 @@ from pathlib import Path
 from experiments import compare
 from experiments.common import harness, launch
 from experiments.graphs import scale
-from experiments.speed import attention, vit
+from experiments.speed import attention, lengths, vit
 
 RESULTS = Path(__file__).parent / "results"
 PASSES = {"forward": "forward", "both": "forward and backward"}
 
 
 def counted(rows: list[harness.Row]) -> list[harness.Row]:
-    """Split "exact, forward" into attention and pass; drop the counts that the page disowns."""
-    split = [(row, *row["line"].rsplit(", ", 1)) for row in rows]
+    """Return a row for each attention and pass, without the counts that the page disowns."""
+    names = [f"{x}, {y}" for x in ("exact", "performer", "performer, kernel") for y in PASSES]
+    split = [(row, *row["line"].rsplit(", ", 1)) for row in harness.melted(rows, names)]
     return [
         row | {"line": name, "pass": PASSES[word]}
         for row, name, word in split
@@ -44,33 +45,34 @@ def converted(rows: list[harness.Row]) -> list[harness.Row]:
 def kept(rows: list[harness.Row]) -> list[harness.Row]:
     """Share of softmax's accuracy against the cost: two exact pairs of a query are one feature."""
     softmax = {row["table"]: row["accuracy"] for row in rows if row["coupling"] == "softmax"}
-    found = []
+    shares = []
     for row in rows:
-        model, _, beside = row["table"].partition("_")
-        exact, words = BESIDE[beside]
+        model, _, pairs = row["table"].partition("_")
+        exact, words = EXACT[pairs]
         words += ", refined" * ("refined" in row["calibration"])
         cost, percent = row["m"] + exact / 2, 100 / softmax[row["table"]]
-        own = {"model": MODELS[model], "line": words, "cost": cost}
-        own |= {"kept": percent * row["accuracy"], "kept ±": percent * row["standard error"]}
-        found += [own] * (row["m"] > 0 and row["calibration"] != "none")
-    return found
+        share = {"model": MODELS[model], "line": words, "cost": cost}
+        share |= {"kept": percent * row["accuracy"], "kept ±": percent * row["standard error"]}
+        shares += [share] * (row["m"] > 0 and row["calibration"] != "none")
+    return shares
 
 
 MODELS = {"digits": "Digits, 65 tokens", "fashion": "Fashion-MNIST, 101 tokens"}
-BESIDE = {
+EXACT = {
     "alone": (0, "features alone"),
     "row": (1, "exact class row"),
     "both": (17, "class row and 16 keys"),
 }
-"""Exact pairs of a query beside the features, and their words, by the second word of a table."""
+"""Exact pairs of a query, and their words, by the second word of a table."""
 
 
 OWN: dict[str, harness.Row] = {
     "benchmark/attention/crossover": attention.FIGURES["crossover"],
+    "benchmark/gpu/lengths_gpu": lengths.FIGURE,
     "benchmark/vit/vit": vit.FIGURES["vit"],
     "compare/fashion_197/results": compare.FIGURES["results"],
     "convert/cost/cost": dict(
-        tables=[f"{model}_{beside}" for model in MODELS for beside in BESIDE],
+        tables=[f"{model}_{pairs}" for model in MODELS for pairs in EXACT],
         change=kept,
         x="cost",
         y="kept",
@@ -99,7 +101,6 @@ OWN: dict[str, harness.Row] = {
         ylabel="nats lost a character",
     ),
     "speed/accelerators/lengths": dict(
-        columns=[f"{x}, {y}" for x in ("exact", "performer", "performer, kernel") for y in PASSES],
         change=counted,
         x="tokens",
         line="{line}",

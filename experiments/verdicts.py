@@ -76,7 +76,7 @@ def order(
         value: column of the means.
         lines: from the highest to the lowest.
         line: column of the names of the lines.
-        error: column of the standard errors; that of the means with " ±" if empty.
+        error: column of the standard errors; the column of the means with " ±" if empty.
         sign: -1 if larger values are better: `lines` are then from the lowest to the highest.
     """
     for group in harness.grouped(rows, case).values():
@@ -85,11 +85,6 @@ def order(
             if {higher, lower} <= own.keys():
                 (high, first), (low, second) = own[higher], own[lower]
                 yield float((high - low) / max(np.hypot(first, second), 1e-12))
-
-
-def in_columns(rows: Sequence[harness.Row], names: Sequence[str]) -> list[harness.Row]:
-    """Return a row for each of these columns, whose name is its coupling."""
-    return [row | {"coupling": row["line"]} for row in harness.tall(rows, names)]
 
 
 def vrc_table(m: str, *quantities: str) -> Agreement:
@@ -119,7 +114,7 @@ def qgrf_table(number: int) -> Agreement:
             for name, paper in (("independent", "GRFs"), ("antithetic", "q-GRFs")):
                 text, _, error = row[f"paper {paper}"].rstrip(")").partition("(")
                 digit = 10.0 ** -len(text.partition(".")[2])
-                ours = float(row[name]), float(row[f"± ({name})"])
+                ours = float(row[name]), float(row[f"{name} ±"])
                 yield close(*ours, float(text), digit * float(error or 0), digit)
 
 
@@ -133,10 +128,8 @@ def walks(path: str, name: str = "", *, sizes: bool = False) -> Agreement:
     """Compare sigma-coupled, antithetic and independent walks; with `sizes` the last two."""
     rows = [row for row in rows_of(path) if not name or row["graph"] == name]
     if sizes:
-        wide = [row | {"coupling": row["walks"]} for row in harness.tall(rows, "m = {m}")]
-        return order(wide, "{graph} {m}", "mean", "independent", "antithetic", error="mean ±")
-    words = ("independent", "antithetic", "sigma")
-    return order(in_columns(rows, words), "{graph} {p_halt}", "mean", *words, error="mean ±")
+        return order(rows, "{graph} {m}", "mean", "independent", "antithetic", line="walks")
+    return order(rows, "{graph} {p_halt}", "mean", "independent", "antithetic", "sigma")
 
 
 def meshes(*paths: str) -> Agreement:
@@ -194,11 +187,10 @@ ITEMS = (
     Item(SIMRF, "Fig. 6", "simrf", "closed form against draws", lambda: (
         abs(row["standard errors apart"]) <= 2 for row in rows_of("kernels/conformity/figure_6"))),
     Item(SIMRF, "Fig. 7", "simrf", "order of the errors", lambda: order(
-        harness.tall(rows_of("kernels/conformity/figure_7"), "m = {m}"), "{m}", "mean",
-        "iid", "orf", "simrf", error="mean ±")),
+        rows_of("kernels/conformity/figure_7"), "{m}", "mean", "iid", "orf", "simrf")),
     Item(SIMRF, "Fig. 8", "simrf", "order of the accuracies", lambda: order(
-        harness.tall(rows_of("tabular/classification/figure_8"), "m = {m} d"), "{data set} {m}",
-        "mean", "iid", "orf", "simrf", error="mean ±", sign=-1)),
+        rows_of("tabular/classification/figure_8"), "{data set} {m / d}", "mean",
+        "iid", "orf", "simrf", sign=-1)),
     Item(SIMRF, "Fig. 9", "simrf", "ViTs", None,
          f"{RUN}; the small run of (b) shows no difference"),
     Item(SIMRF, "Fig. 10", "simrf", "the best σ is at most that of the exact kernel",
@@ -225,8 +217,7 @@ ITEMS = (
         "{x} {m}", "attention error",
         "orf", "pm")),
     Item(VRC, "Fig. 12", "vrc", "order of the kernel errors", lambda: order(
-        harness.tall(rows_of("kernels/matern/matern"), "m = {m}d"), "{points} {nu} {m}", "mean",
-        "iid", "orf", "pnc", error="mean ±")),
+        rows_of("kernels/matern/matern"), "{points} {nu} {m / d}", "mean", "iid", "orf", "pnc")),
     Item(VRC, "Fig. 3", "vrc-walks", "order of the errors on cora",
          lambda: walks("graphs/sigma/figure_10", "cora")),
     Item(VRC, "Fig. 4", "vrc-walks", "order of error, KL and RMSE", lambda: meshes(

@@ -18,22 +18,25 @@ def test_tables(tmp_path, monkeypatch):
     assert (tmp_path / "figure7.png").exists()
     table = errors.vit(["orf"], ["none", "full"], [1.0], [0, 64], 32, 4, tmp_path / "vit")
     rows = read_csv(tmp_path / "vit.csv")
-    schemes = [(r["coupling"], r["calibration"], r["exact window"]) for r in rows]
+    names = ("kind", "coupling", "calibration", "exact window")
+    schemes = [tuple(row[name] for name in names) for row in rows]
     features, near = ([("orf", x, n) for x in ("none", "full")] for n in ("0", "64"))
-    assert schemes == [*features, *near, ("uniform", "", "0")]
-    assert all(" ± " in row["clustered 1"] for row in rows)
-    ratios = [float(row["anisotropic 1 / orf"]) for row in read_csv(tmp_path / "vit_ratios.csv")]
+    each = [*features, *near, ("uniform", "", "0")]
+    assert schemes == [(kind, *scheme) for kind in kinds for scheme in each]
+    assert len(table.splitlines()) == 2 + len(each)
+    assert all(0 < float(row["mean ±"]) < float(row["mean"]) for row in rows)
+    ratios = [float(row["ratio"]) for row in rows[: len(each)]]
     assert ratios[0] == pytest.approx(1)
     assert ratios[1] < 0.7
     assert max(ratios[2] / ratios[0], ratios[3] / ratios[1]) < 0.5  # 4 of 5 pairs are exact
     assert (tmp_path / "vit.png").exists()
     table = errors.against_features(["iid", "orf"], [16, 64], 3, tmp_path / "features")
     assert len(table.splitlines()) == 2 + 3
-    *lines, uniform = read_csv(tmp_path / "features.csv")
-    for line in lines:
-        few, many = (float(line[f"m = {m}"].split()[0]) for m in (16, 64))
-        assert many < few
-    assert uniform["m = 16"] == uniform["m = 64"]
+    rows = read_csv(tmp_path / "features.csv")
+    assert [row["m"] for row in rows] == ["16", "64"] * 3
+    *lines, uniform = (tuple(row["mean"] for row in rows[i : i + 2]) for i in (0, 2, 4))
+    assert all(float(many) < float(few) for few, many in lines)
+    assert uniform[0] == uniform[1]
 
 
 def test_calibrations_are_scored_on_other_tokens(monkeypatch):

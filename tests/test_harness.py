@@ -25,12 +25,26 @@ def test_a_sweep_has_a_row_for_each_case_and_size():
     rows = harness.sweep([{"n": 1}, {"n": 2}], lambda case: values * case["n"], m=(8, 16))
     assert [(row["n"], row["m"]) for row in rows] == [(1, 8), (1, 16), (2, 8), (2, 16)]
     np.testing.assert_array_equal(rows[3]["values"], 2 * values[:, 1])
-    assert (rows[3]["mean"], rows[3]["±"]) == statistics.mean_and_error(2 * values[:, 1])
+    assert (rows[3]["mean"], rows[3]["mean ±"]) == statistics.mean_and_error(2 * values[:, 1])
     lines = harness.wide(rows, "m = {m}")
-    assert [list(line) for line in lines] == [["n", "m = 8", "m = 16"]] * 2
-    assert lines[0]["m = 8"] == statistics.estimate(values[:, 0])
-    (first, _) = harness.wide(rows, "{m}", text=False)
-    assert first == {"n": 1, "8": 2.0, "± (8)": rows[0]["±"], "16": 3.0, "± (16)": rows[1]["±"]}
+    errors = [row["mean ±"] for row in rows]
+    names, cells = ["n", "m = 8", "m = 8 ±", "m = 16", "m = 16 ±"], [1, 2, errors[0], 3, errors[1]]
+    assert lines[0] == dict(zip(names, cells, strict=True))
+    text = statistics.estimate(values[:, 0])
+    assert list(harness.with_text(lines[0]).items())[:2] == [("n", 1), ("m = 8", text)]
+    back = [(row["line"], row["mean"], row["mean ±"]) for row in harness.melted(lines, ["m = 16"])]
+    assert back == [("m = 16", 3, errors[1]), ("m = 16", 6, errors[3])]
+
+
+def test_the_csv_is_tall_and_the_table_wide(tmp_path):
+    """Values are in neither; what is read again are the numbers of the rows."""
+    rows = harness.sweep([{"n": 1}], lambda case: np.arange(6.0).reshape(3, 2), m=(8, 16))
+    table = harness.show(rows, tmp_path / "errors", shown=harness.wide(rows, "m = {m}"))
+    assert table.splitlines()[0] == "| n | m = 8 | m = 16 |"
+    assert table.splitlines()[2] == "| 1 | 2.0 ± 1.2 | 3.0 ± 1.2 |"
+    assert table == (tmp_path / "errors.md").read_text()
+    want = [{k: v for k, v in row.items() if k != "values"} for row in rows]
+    assert harness.read(tmp_path / "errors.csv") == want
 
 
 def test_ratios_are_those_to_the_first_of_a_case():
@@ -39,11 +53,12 @@ def test_ratios_are_those_to_the_first_of_a_case():
     want = statistics.ratio(rows[5]["values"], rows[3]["values"])
     assert (rows[5]["ratio"], rows[5]["ratio ±"]) == want
     line = harness.wide(rows[1:3], "{coupling} / independent", "ratio")[0]
-    assert list(line) == ["graph", "antithetic / independent", "sigma / independent"]
+    names = ["antithetic / independent", "sigma / independent"]
+    assert list(line) == ["graph", *(f"{name}{end}" for name in names for end in ("", " ±"))]
 
 
 def test_draws_have_a_key_each():
-    found = harness.draws(lambda key: jax.random.normal(key, (2,)), 7, seed=3, batch_size=4)
+    drawn = harness.draws(lambda key: jax.random.normal(key, (2,)), 7, seed=3, batch_size=4)
     want = [jax.random.normal(key, (2,)) for key in jax.random.split(jax.random.key(3), 7)]
-    np.testing.assert_allclose(found, want, rtol=1e-6)
-    assert found.dtype == np.float64
+    np.testing.assert_allclose(drawn, want, rtol=1e-6)
+    assert drawn.dtype == np.float64

@@ -1,20 +1,21 @@
 """One sweep, one figure: an experiment measures cases; its csv is the source of its figure.
 
     rows = sweep(cases(coupling=names), measure, m=(16, 32))    # a row for each case and each m
-    show(rows, out / "errors", FIGURES, column="m = {m}", case="{data set}, m = {m}")
+    show(rows, out / "errors", FIGURES, shown=wide(rows, "m = {m}"), case="{data set}, m = {m}")
 
-`show` writes the table errors.csv: a line for each case, a column for each m. Paired tests between
-the couplings stand below its markdown. `figure` draws errors.png from errors.csv with the options
-`FIGURES["errors"]`, and `python -m experiments.figures` draws all committed figures again.
+`show` writes the rows as errors.csv, and a table of `shown` rows as errors.md: here a line for each
+case and a column for each m. Paired tests between the couplings stand below the table. `figure`
+draws errors.png from errors.csv with the options `FIGURES["errors"]`, and
+`python -m experiments.figures` draws all committed figures again.
 
-A row is a dict: the names of its case, then "values" (draws,), their "mean" and standard error "±".
-A template such as "{data set}, m = {m}" is filled in from a row; rows with equal texts form a
-group.
+A row is a dict: the names of its case, then "values" (draws,), which the csv leaves out, their
+"mean" and standard error "mean ±". The error of any number "x" is "x ±". A template such as
+"{data set}, m = {m}" is filled in from a row; rows with equal texts form a group.
 """
 
+import contextlib
 import csv
 import itertools
-import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ Row = dict[str, Any]
 Figures = Mapping[str, Row]
 """Options of `figure` by the stem of the csv."""
 RATIO = ("ratio", "ratio ±")
-ESTIMATE = ("values", "mean", "±", *RATIO)
+ESTIMATE = ("values", "mean", "mean ±", *RATIO)
 
 LOWER = ("uniform", "linear", "window alone")
 """Baselines to be better than, dotted."""
@@ -77,8 +78,8 @@ def sweep(cases: Iterable[Row], measure: Callable[..., Any], **sizes: Sequence) 
 def draws(one: Callable[[Any], Any], count: int, seed: int = 0, batch_size: int = 10) -> np.ndarray:
     """Return one(key) for `count` keys, compiled, in float64: (count, ...)."""
     keys = jax.random.split(jax.random.key(seed), count)
-    found = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=batch_size))(keys)
-    return np.asarray(found, np.float64)
+    values = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=batch_size))(keys)
+    return np.asarray(values, np.float64)
 
 
 def rows_of(case: Row, values: Any, **sizes: Sequence) -> list[Row]:
@@ -99,26 +100,41 @@ def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
     return groups
 
 
-def wide(rows: Iterable[Row], column: str, y: str = "mean", text: bool = True) -> list[Row]:
-    """Return one line for all rows of a case; their estimates are its columns.
+def wide(rows: Iterable[Row], column: str, y: str = "mean") -> list[Row]:
+    """Return one row for all rows of a case; their estimates are its columns.
 
     Args:
         rows: those of `sweep`.
         column: template of a column's name; its fields are no part of the case.
         y: "mean", or "ratio" of `relative`.
-        text: estimate and error as text, "0.98 ± 0.01"; two columns of numbers otherwise.
     """
     lines: dict[tuple, Row] = {}
-    told = {*ESTIMATE, *(field for _, field, _, _ in string.Formatter().parse(column))}
+    left_out = {*ESTIMATE, *(field for _, field, _, _ in string.Formatter().parse(column))}
     for row in rows:
-        names = {k: v for k, v in row.items() if k not in told}
+        names = {k: v for k, v in row.items() if k not in left_out}
         line, name = lines.setdefault(tuple(names.values()), names), column.format_map(row)
-        error = row["±" if y == "mean" else f"{y} ±"]
-        if text:
-            line[name] = statistics.plus_minus(row[y], error)
-        else:
-            line |= {name: row[y], f"± ({name})": error}
+        line |= {name: row[y], f"{name} ±": row[f"{y} ±"]}
     return list(lines.values())
+
+
+def melted(rows: Iterable[Row], columns: Iterable[str]) -> list[Row]:
+    """Return a row for each of these columns, with its name as "line": the inverse of `wide`.
+
+    Its number is the "mean", the number in "COLUMN ±" the "mean ±". Empty cells are left out.
+    """
+    return [
+        row | {"line": name, "mean": row[name], "mean ±": row.get(f"{name} ±")}
+        for row in rows
+        for name in columns
+        if row.get(name, "") != ""
+    ]
+
+
+def with_text(row: Row) -> Row:
+    """Return the row with "0.98 ± 0.01" as "x" in place of two numbers, "x" and "x ±"."""
+    numbers = {k: row[k] for k in row if not (k.endswith(" ±") and k[:-2] in row)}
+    pairs = {k: row[f"{k} ±"] for k in numbers if row.get(f"{k} ±", "") != ""}
+    return numbers | {k: statistics.plus_minus(row[k], error) for k, error in pairs.items()}
 
 
 def relative(rows: Iterable[Row], case: str) -> list[Row]:
@@ -144,11 +160,11 @@ def verdict(
     bullet: str = "- {}.",
 ) -> str:
     """Test each coupling against each of those before it, or only `pairs`, paired, over cases."""
-    found = cases_of(rows, case, line)
-    names = list(next(iter(found.values())))
+    values = cases_of(rows, case, line)
+    names = list(next(iter(values.values())))
     return "\n".join(
         bullet.format(
-            statistics.verdict(name, other, {k: (x[name], x[other]) for k, x in found.items()})
+            statistics.verdict(name, other, {k: (x[name], x[other]) for k, x in values.items()})
         )
         for name, other in pairs or itertools.combinations(reversed(names), 2)
     )
@@ -160,23 +176,25 @@ def show(
     figures: Figures | None = None,
     text: str = "",
     *,
-    column: str = "",
+    shown: Sequence[Row] | None = None,
     case: str = "",
     tested: str = "coupling",
 ) -> str:
-    """Write a table, and its figure if `figures` has one of its name; print the markdown.
+    """Write a csv, a table, and a figure if `figures` has one of its name; print the table.
 
     Args:
-        rows: lines of the table; with a `column` those of `sweep`, of which `wide` makes the lines.
-        out: path of the table, without a suffix.
+        rows: rows of the csv.
+        out: path of the files, without a suffix.
         figures: options of `figure` by the stem of the csv.
         text: conclusion below the table.
-        column: argument of `wide`.
+        shown: rows of the table, for example by `wide`; those of the csv if None.
         case: argument of `verdict`, which ends the text.
         tested: name that `verdict` compares the values of.
     """
     text = "\n\n".join(filter(None, [text, case and verdict(rows, case, tested)]))
-    table = report.table(wide(rows, column) if column else rows, out, text)
+    numbers = [{k: v for k, v in row.items() if k != "values"} for row in rows]
+    lines = [with_text(row) for row in (numbers if shown is None else shown)]
+    table = report.table(numbers, out, text, lines)
     if figures and out.name in figures:
         figure(out, **figures[out.name])
     print(f"{out.name}\n\n{table}", flush=True)
@@ -191,42 +209,16 @@ def read(path: Path) -> list[Row]:
             rows.append({})
             for name, cell in line.items():
                 value, mark, error = cell.partition(" ± ")
-                rows[-1] |= {name: number(value)} | ({f"{name} ±": number(error)} if mark else {})
+                rows[-1] |= {name: _parsed(value)} | ({f"{name} ±": _parsed(error)} if mark else {})
     return rows
 
 
-def number(text: str) -> float | str:
-    """Return the number that a text is, or the text."""
-    try:
-        return float(text) if re.search("[.en]", text) else int(text)
-    except ValueError:
-        return text
-
-
-def tall(rows: Sequence[Row], columns: str | Sequence[str]) -> list[Row]:
-    """Return a row for each of these columns: the inverse of `wide`.
-
-    Args:
-        rows: those of `read`.
-        columns: template, "m = {m}" (the rows get the fields as numbers or text); or the names
-            themselves, which the rows get as "line". Values become "mean", errors "mean ±".
-    """
-    names = {name: {"line": name} for name in columns}
-    if isinstance(columns, str):
-        parts = re.split(r"{(.+?)}", columns)  # text and fields in turn
-        pattern = re.compile("(.+?)".join(map(re.escape, parts[::2])))
-        found = {name: pattern.fullmatch(name) for name in rows[0] if "±" not in name}
-        names = {
-            name: dict(zip(parts[1::2], map(number, match.groups()), strict=True))
-            for name, match in found.items()
-            if match
-        }
-    return [
-        row | keys | {"mean": row[k], "mean ±": row.get(f"{k} ±", row.get(f"± ({k})"))}
-        for row in rows
-        for k, keys in names.items()
-        if row.get(k, "") != ""
-    ]
+def _parsed(text: str) -> float | str:
+    """Return the int or float that a text is, or the text."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def figure(
@@ -234,7 +226,6 @@ def figure(
     *,
     x: str,
     y: str | Mapping[str, str] = "mean",
-    columns: str | Sequence[str] = "",
     change: Callable[[list[Row]], list[Row]] = lambda rows: rows,
     line: str = "{coupling}",
     panel: str = "",
@@ -255,20 +246,19 @@ def figure(
     Args:
         path: without a suffix.
         x: key of the abscissa, for lines with bands; a template, "{data set}", for points with
-            error bars, side by side at the place of each text.
+            error bars, side by side at the position of each text.
         y: key of the ordinate; {key: label} makes a panel for each key.
-        columns: argument of `tall`, for a csv with several numbers of one quantity in a line.
-        change: called with all rows first.
+        change: called with all rows first, for example `melted`.
         line: template; a colour for each of its texts.
         panel: template; a panel for each of its texts, which is its title.
-        error: key of the errors; that of the numbers with " ±" behind if empty.
+        error: key of the errors; the key of the numbers with " ±" behind if empty.
         across: panels side by side, at most.
         high: height of a panel in inches; by their number if 0.
         log: "x", "y" or "xy", the logarithmic axes; x then has a tick at each size.
         tables: stems of the csv files in the folder whose rows are drawn together.
         finish: called with the axes and the rows of each panel at the end.
         xlabel: one label for all panels; x, or "m (features)", if empty.
-        ylabel: likewise, for a single y.
+        ylabel: one label for all panels, for a single y.
         axis_options: options of `axis.set` for all panels.
     """
     rows = [
@@ -276,7 +266,7 @@ def figure(
         for table in tables or [path.name]
         for row in read(path.with_name(f"{table}.csv"))
     ]
-    rows = change(tall(rows, columns) if columns else rows)
+    rows = change(rows)
     ys = dict(y) if isinstance(y, Mapping) else {y: ""}
     panels = [(title, here, key) for title, here in grouped(rows, panel).items() for key in ys]
     across = min(len(panels), across)

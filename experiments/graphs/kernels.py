@@ -31,7 +31,6 @@ P_KERNEL, P_PAGERANK = 0.5, 0.3
 KERNEL = kernels.RegularisedLaplacian(2, 0.1)
 FIGURES: harness.Figures = {
     name: dict(
-        columns="m = {m}",
         x="m",
         line="{walks}",
         panel="{graph}, N = {N}",
@@ -99,21 +98,21 @@ def figure(
     graphs: dict[str, Graph], errors: Errors, names: Sequence[str], repeats: int, out: Path
 ) -> None:
     """Write the errors of all graphs and couplings, and their figure."""
-    found = {name: errors(jax.random.key(0), [*graphs.values()], name, repeats) for name in names}
+    values = {name: errors(jax.random.key(0), [*graphs.values()], name, repeats) for name in names}
     rows = [
         row
-        for number, (graph, of) in enumerate(graphs.items())
-        for name in names
+        for number, (name, graph) in enumerate(graphs.items())
+        for walks in names
         for row in harness.rows_of(
-            {"graph": graph, "N": of.num_nodes, "walks": name}, found[name][number], m=WALKS
+            {"graph": name, "N": graph.num_nodes, "walks": walks}, values[walks][number], m=WALKS
         )
     ]
     means = np.array([[row["mean"] for row in rows if row["walks"] == name] for name in names])
     ratios = np.exp(np.mean(np.log(means / means[0]), axis=1))
-    said = "; ".join(f"{name} {ratio:.3f}" for name, ratio in zip(names, ratios, strict=True))
-    text = f"Geometric means of the errors over those of {names[0]} walks: {said}."
+    listed = "; ".join(f"{name} {ratio:.3f}" for name, ratio in zip(names, ratios, strict=True))
+    text = f"Geometric means of the ratio to the errors of {names[0]} walks: {listed}."
     tests: Any = dict(case="{graph}, m = {m}", tested="walks")
-    harness.show(rows, out, FIGURES, text, column="m = {m}", **tests)
+    harness.show(rows, out, FIGURES, text, shown=harness.wide(rows, "m = {m}"), **tests)
 
 
 def main(

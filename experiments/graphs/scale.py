@@ -59,14 +59,14 @@ UNITS = {"s": "time (s)", "GiB": "memory of the process (GiB)"}
 
 
 def by_unit(rows: list[harness.Row]) -> list[harness.Row]:
-    """Return the rows with the quantity of their unit and without the unit in the name."""
+    """Return a row for each time and for the memory, with its unit apart from its name."""
+    rows = harness.melted(rows, (*(f"{name}, s" for name in TIMES), "memory, GiB"))
     split = [(row, *row["line"].split(", ")) for row in rows]
     return [row | {"line": name, "unit": UNITS[unit]} for row, name, unit in split]
 
 
 FIGURES: harness.Figures = {
     "graph_scale": dict(
-        columns=(*(f"{name}, s" for name in TIMES), "memory, GiB"),
         change=by_unit,
         x="nodes",
         line="{line}",

@@ -53,8 +53,9 @@ ORDER, ORDER_PAGERANK = 30, 10
 FIGURE_8, P_FIGURE_8, REDUCED = ("karate", "eurosis_lcc"), 0.3, 32
 ORDERS = (*range(2, 11), 12, 15, 20, 25, 30)
 WALKS: harness.Row = dict(
-    columns="{coupling} / independent",
+    change=lambda rows: [row for row in rows if row["coupling"] != "independent"],
     x="p_halt",
+    y="ratio",
     panel="{graph}, N = {N}",
     ylabel="error / error of independent walks",
 )
@@ -162,16 +163,16 @@ def figure(
     out: Path,
 ) -> str:
     """Write a line for each graph and p_halt, and the figure; return the markdown."""
-    found = {}
+    by_case = {}
     for p, permutation in permutations.items():
         for coupling in COUPLINGS:
             chosen = couplings.sigma(permutation) if coupling == "sigma" else coupling
-            found[p, coupling] = errors(coupling=chosen, p_halt=p)
+            by_case[p, coupling] = errors(coupling=chosen, p_halt=p)
         print(out.name, p, flush=True)
     rows = [
         row
         for name, graph in graphs.items()
-        for (p, coupling), values in found.items()
+        for (p, coupling), values in by_case.items()
         for row in harness.rows_of(
             {"graph": name, "N": graph.num_nodes, "p_halt": p, "coupling": coupling}, values[name]
         )
@@ -181,7 +182,7 @@ def figure(
     others = [row for row in rows if row["coupling"] != "independent"]
     ratios = harness.wide(others, "{coupling} / independent", "ratio")
     lines = [a | b for a, b in zip(harness.wide(rows, "{coupling}"), ratios, strict=True)]
-    return harness.show(lines, out, FIGURES, harness.verdict(rows, case))
+    return harness.show(rows, out, FIGURES, harness.verdict(rows, case), shown=lines)
 
 
 def figure_3(permutations: dict[float, np.ndarray], out: Path) -> None:

@@ -68,8 +68,9 @@ TITLES = {
 }
 
 
-def beside_paper(rows: list[harness.Row]) -> list[harness.Row]:
-    """Return the rows of both couplings with the number that the paper printed."""
+def with_paper(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return a row for each coupling, with the number that the paper printed."""
+    rows = harness.melted(rows, WORDS)
     theirs = [str(row[f"paper {WORDS[row['line']]}"]).partition("(")[0] for row in rows]
     return [
         row | {"title": TITLES[row["table"]], "paper": float(paper or "nan")}
@@ -80,8 +81,7 @@ def beside_paper(rows: list[harness.Row]) -> list[harness.Row]:
 FIGURES: harness.Figures = {
     "tasks": dict(
         tables=tuple(TITLES),
-        columns=tuple(WORDS),
-        change=beside_paper,
+        change=with_paper,
         x="{graph}",
         line="{line}",
         panel="{title}",
@@ -184,11 +184,11 @@ def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> No
         ),
     )
     printed, lines = harness.printed(PRINTED, "table", "graph"), []
-    found = harness.cases_of(rows, "{graph}")
-    for line in harness.wide(rows, "{coupling}", text=False):
+    values = harness.cases_of(rows, "{graph}")
+    for line in harness.wide(rows, "{coupling}"):
         name = line["graph"]
-        apart = statistics.paired(found[name]["antithetic"], found[name]["independent"])
-        line |= {"difference": apart.mean, "± (difference)": apart.standard_error}
+        apart = statistics.paired(values[name]["antithetic"], values[name]["independent"])
+        line |= {"difference": apart.mean, "difference ±": apart.standard_error}
         theirs = printed.get((str(number), name), {})
         lines.append(line | {f"paper {word}": theirs.get(word, "") for word in WORDS.values()})
     harness.show(lines, out / f"table_{number}", text=harness.verdict(rows, "{graph}"))
@@ -235,9 +235,9 @@ def random_graphs(trials: int, out: Path) -> None:
             jax.random.key(0), case["coupling"], trials, problems[case["graph"]]
         ),
     )
-    lines = harness.wide(rows, "{coupling}")
-    ratios = harness.wide(harness.relative(rows, "{graph}"), "{coupling}", y="ratio")
-    harness.show([a | {"ratio": b["antithetic"]} for a, b in zip(lines, ratios, strict=True)], out)
+    ratios = [row for row in harness.relative(rows, "{graph}") if row["coupling"] == "antithetic"]
+    lines = zip(harness.wide(rows, "{coupling}"), ratios, strict=True)
+    harness.show([line | {k: row[k] for k in harness.RATIO} for line, row in lines], out)
 
 
 def main(

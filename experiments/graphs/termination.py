@@ -42,8 +42,10 @@ DEFAULT = (*data.GENERATED, "karate", "dolphins", "football", "eu-core")
 DRAWN = ("karate", "Binary tree")
 FIGURES: harness.Figures = {
     "ratios": dict(
-        columns=("pairs", "ensembles", "close pairs", "circles"),
-        change=lambda rows: [row for row in rows if row["sigma"] == SIGMA_DRAWN],
+        change=lambda rows: harness.melted(
+            [row for row in rows if row["sigma"] == SIGMA_DRAWN],
+            ("pairs", "ensembles", "close pairs", "circles"),
+        ),
         x="p_halt",
         line="{line}",
         panel="{graph}, N = {N}",

@@ -47,7 +47,11 @@ EVERY = 5
 """Steps between evaluations."""
 FIGURES: harness.Figures = {
     "transformer": dict(
-        columns=METHODS, x="{line}", line="{data set}", panel="{data set}", ylabel="score"
+        change=lambda rows: [row for row in rows if row["attention"] in METHODS],
+        x="{attention}",
+        line="{data set}",
+        panel="{data set}",
+        ylabel="score",
     )
 }
 
@@ -247,18 +251,19 @@ def main(
     problems = {name: load(name, data_dir) for name in names}
 
     def measure(case: harness.Row) -> list[float]:
-        name, method = case["data set"], case["line"]
+        name, method = case["data set"], case["attention"]
         seeds = range(repeats)
         return [fit(problems[name], method, seed, steps) for seed in seeds]
 
     cases = [
-        {"data set": name, "nodes": problem.graph.num_nodes, "line": method}
+        {"data set": name, "nodes": problem.graph.num_nodes, "attention": method}
         for name, problem in problems.items()
         for method in methods
     ]
     rows = harness.sweep(cases, measure)
-    tests: Any = dict(case="{data set}", tested="line")
-    harness.show(rows, out / "transformer", FIGURES, column="{line}", **tests)
+    tests: Any = dict(case="{data set}", tested="attention")
+    table = harness.wide(rows, "{attention}")
+    harness.show(rows, out / "transformer", FIGURES, shown=table, **tests)
 
 
 if __name__ == "__main__":

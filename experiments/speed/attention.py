@@ -30,7 +30,7 @@ TOKENS_AND_HEADS = 16384
 CROSSOVER = ("exact", "public", "ours", "ours, causal")
 FIGURES: harness.Figures = {
     "crossover": dict(
-        columns=CROSSOVER,
+        change=lambda rows: harness.melted(rows, CROSSOVER),
         x="tokens",
         line="{line}",
         log="xy",

@@ -202,7 +202,7 @@ def ratios(rows: Sequence[harness.Row], quantity: str) -> list[harness.Row]:
     chosen = [row for row in rows if row["quantity"] == quantity and row["coupling"] in uci.PAPER]
     word = quantity.replace("kernel RMSE", "kernel") + " ratio"
     return [
-        row | {"quantity": word, "mean": row["ratio"], "±": row["ratio ±"]}
+        row | {"quantity": word, "mean": row["ratio"], "mean ±": row["ratio ±"]}
         for row in harness.relative(chosen, CASE)
     ]
 
@@ -220,7 +220,7 @@ def table(rows: Sequence[harness.Row]) -> list[harness.Row]:
         name, _, features, m, coupling = line.values()
         measured = {row["quantity"]: row for row in group}
         for quantity in COLUMNS:
-            mean, error = (measured.get(quantity, {}).get(k, np.nan) for k in ("mean", "±"))
+            mean, error = (measured.get(quantity, {}).get(k, np.nan) for k in ("mean", "mean ±"))
             line |= {quantity: "" if np.isnan(mean) else mean}
             line |= {f"{quantity} ±": "" if np.isnan(mean) else error}
             known = uci.printed(f"{quantity}, m = {m}", features, coupling, name)

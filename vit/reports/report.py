@@ -37,15 +37,26 @@ PALETTE = (
 )
 
 
-def table(rows: Sequence[Mapping[str, Any]], path: Path, text: str = "") -> str:
+def table(
+    rows: Sequence[Mapping[str, Any]],
+    path: Path,
+    text: str = "",
+    shown: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """Write `path`.csv and `path`.md, numbers to four digits, and return the markdown.
 
-    The markdown has the text, as a conclusion, below the table.
+    Args:
+        rows: lines of the csv, with the same names.
+        path: path without a suffix.
+        text: conclusion below the table of the markdown.
+        shown: lines of that table; those of the csv if None.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(rows[0])
     write_csv(path.with_suffix(".csv"), [names, *([row[name] for name in names] for row in rows)])
-    lines = [names, ["---"] * len(names), *([_text(row[name]) for name in names] for row in rows)]
+    shown = rows if shown is None else shown
+    names = list(shown[0])
+    lines = [names, ["---"] * len(names), *([_text(row[name]) for name in names] for row in shown)]
     markdown = "".join(f"| {' | '.join(map(plain, line))} |\n" for line in lines)
     if text:
         markdown += f"\n{text}\n"
