@@ -1,9 +1,17 @@
-"""Imports go downwards: performer, vit, experiments; without a cycle among the files."""
+"""Imports go downwards, without a cycle among the files; extras list what is imported."""
 
 import ast
 import graphlib
+import re
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
+
+from vit.run import loggers
 
 FLOORS = ("performer", "vit", "experiments")
 LIBRARIES = {"performer", "jax", "numpy", "optax", "scipy", "jaxtyping", *sys.stdlib_module_names}
@@ -39,3 +47,34 @@ def test_imports():
     lazy = {"performer", "vit"}  # their TYPE_CHECKING blocks name what they bring in later
     edges = {name: graph[name] & set(MODULES) for name in graph if name not in lazy}
     list(graphlib.TopologicalSorter(edges).static_order())
+
+
+WHERE = {"": "performer", "flax": "performer", "graphs": "performer", "sklearn": "performer"}
+"""Package that imports the requirements of an extra; others by its name, or vit."""
+OPENED_BY_JAX = {"flatbuffers": ("jax.export", "jax._src.export.serialization")}
+"""Imported by a module of JAX that a module of ours uses: no requirement of JAX."""
+
+
+def requirements():
+    """(extra, distribution) of each line in pyproject.toml, without this project's own name."""
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    for extra, lines in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        names = (re.match(r"[\w.-]+", line)[0] for line in lines)
+        yield from ((extra, name) for name in names if name != project["name"])
+
+
+@pytest.mark.parametrize(("extra", "distribution"), [*requirements()])
+def test_each_requirement_is_imported_by_what_its_extra_is_for(extra, distribution):
+    """Nothing is installed; the modules of a distribution are those of this environment."""
+    modules = {m for m, names in packages_distributions().items() if distribution in names}
+    modules = modules or {distribution}  # of the loggers, which need not be installed
+    floor = WHERE.get(extra, extra if extra in FLOORS else "vit")
+    files = [path for path in MODULES.values() if path.parts[0] == floor]
+    imported = {name for path in files for name in imports(path)}
+    if distribution in OPENED_BY_JAX:
+        used, importer = OPENED_BY_JAX[distribution]
+        assert any(name.startswith(used) for name in imported)
+        imported = set(imports(Path(find_spec(importer).origin)))
+    if extra in loggers.PACKAGES:  # by name, at run time
+        imported.add(loggers.PACKAGES[extra].lower())
+    assert modules & {name.split(".")[0] for name in imported}
