@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import stats
@@ -55,8 +56,12 @@ def estimate(values: Values) -> str:
 
 
 def relative_error(estimate: Any, exact: Any) -> Any:
-    """Return |K^ - K|_F / |K|_F, the relative Frobenius error."""
-    return jnp.linalg.norm(estimate - exact) / jnp.linalg.norm(exact)
+    """Return |K^ - K|_F / |K|_F, the relative Frobenius error of arrays of any shape.
+
+    NumPy's arrays are computed in their own precision, float64.
+    """
+    library = jnp if isinstance(estimate, jax.Array) else np
+    return library.linalg.norm(estimate - exact) / library.linalg.norm(exact)
 
 
 def interval(values: Values) -> tuple[float, float]:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import harness, timing
+from experiments.common import harness, statistics, timing
 from experiments.speed.attention import BOTH, FORWARD, feasible, program
 from experiments.speed.baselines import D, inputs
 from vit.reports import report
@@ -84,8 +84,7 @@ def checked(name: str, dtype: Any) -> Row:
         args[3] = args[3].astype(dtype).astype(jnp.float32)
     got, exact = jax.tree.leaves(program(name, BOTH, args).call()), softmax64(name, args)
     pairs = ((np.asarray(a, np.float64), b) for a, b in zip(got, exact, strict=True))
-    errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
-    return {"relative error": max(errors)}
+    return {"relative error": max(float(statistics.relative_error(a, b)) for a, b in pairs)}
 
 
 def timed(name: str, which: str, args: list[jax.Array], queued: int) -> Row:
