@@ -54,18 +54,18 @@ def attention_fn(
         )
     if dtype is not None:
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    places = options.get("exact_window") or options.get("alibi_slopes") is not None
-    place = None
-    if places and mask is not None and t == 1 < s:
-        place, is_causal = _last(mask, key), True
-        query = jnp.where(place, query, 0)
+    positional = options.get("exact_window") or options.get("alibi_slopes") is not None
+    position = None
+    if positional and mask is not None and t == 1 < s:
+        position, is_causal = _last(mask, key), True
+        query = jnp.where(position, query, 0)
     options |= dict(mask=mask, is_causal=is_causal)
     output = performer_attention(query, key, value, frequencies, **options)
-    output = _row(output, place, -3)
+    output = _row(output, position, -3)
     if not return_weights:
         return output, None
     options["implementation"] = None  # unit values are as wide as there are keys
-    return output, _row(attention_weights(query, key, frequencies, **options), place, -2)
+    return output, _row(attention_weights(query, key, frequencies, **options), position, -2)
 
 
 def of_keys(mask: ArrayLike | None) -> tuple[ArrayLike | None, bool]:
@@ -90,11 +90,11 @@ def of_keys(mask: ArrayLike | None) -> tuple[ArrayLike | None, bool]:
     return mask, False
 
 
-def _row(x: Array, place: Bool[Array, "*b s 1 1"] | None, axis: int) -> Array:
-    """The row of the query at the place."""
-    if place is None:
+def _row(x: Array, position: Bool[Array, "*b s 1 1"] | None, axis: int) -> Array:
+    """The row of the query at the position."""
+    if position is None:
         return x
-    return jnp.sum(x, axis, where=jnp.moveaxis(place, -3, axis), keepdims=True)
+    return jnp.sum(x, axis, where=jnp.moveaxis(position, -3, axis), keepdims=True)
 
 
 def _last(mask: ArrayLike, key: Float[Array, "*b s k h"]) -> Bool[Array, "*b s 1 1"]:

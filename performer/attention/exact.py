@@ -162,11 +162,11 @@ def stream(
     if t == 0:
         shape = (*query.shape[:-1], keys.value.shape[-1])
         return State(jnp.zeros(shape[:-1]), jnp.zeros(shape[:-1]), jnp.zeros(shape)), state
-    start = state.position[:, None].astype(jnp.arange(0).dtype)  # int64 under x64
-    position = start + jnp.arange(t)[None]
+    start = state.position[:, None].astype(jnp.arange(0).dtype)  # (b, 1), int64 under x64
+    position = start + jnp.arange(t)[None]  # (b, t)
     filled, chunks = start % w, -(-(w - 1 + t) // w)  # the most chunks that t tokens touch
     buffer = _buffer(state.near, _without_first(keys, position, f), filled, (chunks + 2) * w)
-    done = (filled + t) // w * w
+    done = (filled + t) // w * w  # tokens of the chunks that this call completes
     entering = _where(jnp.arange((chunks + 2) * w)[None] < done, buffer)
     if t == 1:
         new_chunk = jnp.any(done > 0)
@@ -175,6 +175,7 @@ def stream(
         )
     else:
         length = (chunks + 1) * w
+        # Position in the buffer -> query of this call; rows in the padding are not read.
         index = jnp.clip(jnp.arange(length)[None] - w - filled, 0, t - 1)
         near = Near(_cut(buffer, 0, length), w, scale)
         ends = state.far, None
@@ -227,14 +228,14 @@ def _first_of_stream(
 ) -> tuple[Selected, Keys]:
     """The first keys as these queries see them, and as the next state has them.
 
-    Their log-decay in a state is that up to the keys that entered its far part.
+    In a state their log-decay is the sum up to the keys that entered its far part.
     """
     first, fading = _either(state.first, _taken(keys, jnp.arange(f)[None] - position[:, :1])), None
     if (elapsed := state.first.log_decay) is not None:
         w, t, length = state.near.key.shape[1] // 2, position.shape[1], buffer.key.shape[1]
-        places = position[:, :1] - w - filled + jnp.arange(length)[None]
+        positions = position[:, :1] - w - filled + jnp.arange(length)[None]  # of the buffer
         per_token, gone = (
-            _fading_of_first(cast(Array, x.log_decay), places, f) for x in (buffer, entering)
+            _fading_of_first(cast(Array, x.log_decay), positions, f) for x in (buffer, entering)
         )
         fading = elapsed[:, None] + take(per_token, w + filled + jnp.arange(t)[None])
         first = first._replace(log_decay=elapsed + gone[:, -1])
@@ -273,7 +274,7 @@ def heavy_keys(
 ) -> tuple[Selected, Keys]:
     """The f keys (b, f, k, .) of each head with the largest estimated weights, and the others.
 
-    The others have the log-weight -inf in their places. `maps` get no gradients.
+    The others are all keys, with the log-weight -inf for the chosen ones. `maps` get no gradients.
     """
     keys = counted(keys)
     weights = _log_weights_of_keys(maps, *jax.lax.stop_gradient((query, keys, nothing)), plan)

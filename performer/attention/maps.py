@@ -30,7 +30,7 @@ from performer.typing import float32_or_wider
 
 
 class Arguments(NamedTuple):
-    """Arrays of a call after calibration; keys have all heads that have sums of their own."""
+    """Arrays of a call after calibration; keys have a head for each separate sum."""
 
     query: Float[Array, "b t n h"]
     keys: Keys
@@ -108,9 +108,9 @@ def features_of(
     calibration: Calibration | None = None,
     feature_map: str | features.FeatureMap = "positive",
 ) -> tuple[features.Split, features.Split, Float[Array, "n b s v"]]:
-    """Return features of all queries and keys, and the values, for sums other than attention's own.
+    """Return features of all queries and keys, and the values, for sums outside attention.
 
-    Arguments and errors are those of `performer_attention`.
+    Arguments and errors as in `performer_attention`.
 
     Returns:
         Features (n, b, t, m) of queries and (n, b, s, m) of keys, 0 for masked keys, and values in

@@ -52,9 +52,10 @@ class State(NamedTuple):
     """Sums over the keys of each batch entry and key head, of constant size; float32 or float64.
 
     `performer_attention` returns leaves (b, k, m), (b, k, m) and (b, k, m, v), with its batch axes.
-    m is the number of features, twice that of frequencies for `hyperbolic` and `trigonometric`.
+    m is the number of features: twice the number of frequencies for `hyperbolic` and
+    `trigonometric`.
 
-    Rows have the same fields, with a query in the place of a feature: (*t), (*t) and (*t, v). Their
+    Rows have the same fields, with a query instead of a feature: (*t), (*t) and (*t, v). Their
     `ratio` is the output of attention.
     """
 
@@ -75,7 +76,7 @@ class WindowState(NamedTuple):
     far: State
     """State of the keys before `near`."""
     near: Keys
-    """(b, 2 w, k, .): the chunk before that of the next token, then its own, not yet full."""
+    """(b, 2 w, k, .): the chunk before the next token's, then its own, not yet full."""
     first: Keys
     """(b, f, k, .): the first keys."""
     position: Int[Array, "*b"]
@@ -189,8 +190,8 @@ def look_up(
 ) -> State:
     """Return the rows (b, t, k, g) of queries over the features of a state (k, b, m).
 
-    The g query heads of a key head share its state. `dtype` is that of the operands of large
-    products.
+    The g query heads of a key head share its state. The operands of large products have the dtype
+    `dtype`.
     """
     weights, maximum, s, z = _weights(query_map, query, state)
     sums = _over_features(weights, s, z, dtype)
@@ -207,10 +208,10 @@ def attend(
 ) -> Float[Array, "b t k g v"]:
     """Return ratio(look_up(...)), as one function with one derivative if `dtype` is bfloat16.
 
-    That rounds the change of the output, not those of numerator and normaliser, which cancel.
+    It rounds the change of the output, not the changes of numerator and normaliser, which cancel.
 
     Exact `keys` (b, f, k, .) are f further features, of exponent `scale` q.k, whose state is the
-    key itself. One product sums over all: a fifth faster than rows of their own.
+    key itself. One product sums over all: a fifth faster than separate rows.
     """
     weights, _, s, z = _weights(query_map, query, state, keys, scale)
     output = _output_narrow if dtype == jnp.bfloat16 else _output

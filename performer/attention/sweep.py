@@ -175,7 +175,9 @@ def sweep(
     c, more = length // s, count * length - t
 
     def chunks(x, neighbours=0):  # (b, t, k, ...) -> (count, k, b, c, s (1 + neighbours), ...)
+        # Neighbours are i chunks further on: their keys are padded by a chunk in front.
         shifted = (x[:, i * s : i * s + count * length] for i in range(1 + neighbours))
+        # (count, b, length, k, ...) -> (count, k, b, length, ...)
         shifted = [jnp.moveaxis(in_blocks(y, count, length), 3, 1) for y in shifted]
         apart = [y.reshape(*y.shape[:3], c, s, *y.shape[4:]) for y in shifted]
         return jnp.concatenate(apart, axis=4)
@@ -230,13 +232,14 @@ def _block(
     later: Incoming | None,
     kept: ChunkStates | None,
 ) -> tuple[Incoming, State]:
-    """Rows (k, b, c, g s) of the chunks of a block, and what enters the next block.
+    """What enters the next block, and the rows (k, b, c, g s) of the chunks of this one.
 
     `later` enters from the other end, None if attention is causal. `kept` are the states of the
     chunks, if the pass over later keys has kept them.
     """
     key_features, is_causal = _key_features(maps[1], x.keys), later is None
     log_decay = key_features.log_decay
+    # Keys outside the chunks: states (k, b, c, m) from the side before, and from the side after.
     chunks = _chunk_states(key_features, x.segments, False) if kept is None else kept
     (state, segment), following = _entering(chunks, before, False)
     pairs, since, until = _pairs_within(x, log_decay, groups, is_causal)
@@ -247,7 +250,7 @@ def _block(
     else:
         other = _chunk_states(key_features, x.segments, True)
         sides = [(state, segment, since), (*_entering(other, later, True)[0], until)]
-    query_split = jax.tree.map(flat, maps[0](x.query))
+    query_split = jax.tree.map(flat, maps[0](x.query))  # (k, b, c, g s, m)
     query_segments = None if x.segments is None else _for_groups(x.segments, groups)
     far = _far_rows(query_split, sides, query_segments, operand_dtype(key_features.value))
     return following, within(far, x, query_split, key_features, pairs)
@@ -438,6 +441,8 @@ def _kernel(
         upper bound of the logarithm of these sums, -inf for the other rows.
     """
     nu, mu = (jax.lax.stop_gradient(jnp.max(x[0], axis=-1)) for x in (query_split, key_split))
+    # Each side is at most 1, and 1 for its strongest feature; the exponent of the pair, nu + mu, is
+    # put back below: mu in `scores`, which the row's largest stabilises, nu in the maximum.
     kernel = dot(
         "...tm,...sm->...ts",
         exponentials(query_split, nu[..., None]),
@@ -449,6 +454,7 @@ def _kernel(
     bound = jnp.exp(scores - finite(largest)[..., None])
     if query_split[0].shape[-1] == 1:  # features share the exponent: none underflows alone
         return kernel * bound, nu + largest, jnp.full_like(largest, -jnp.inf)
+    # In a row whose features underflow `TINY` is left: it weighs its keys by e^{mu_s}.
     weights = (kernel + TINY) * bound
     total = jax.lax.stop_gradient(jnp.sum(weights, axis=-1))
     total = jnp.where(total == 0, 1.0, total)
@@ -459,7 +465,10 @@ def _kernel(
 
 
 def _in_logarithms(maps, x: Chunks, pairs: WithinChunk, lost: Array, rows: State) -> State:
-    """The rows of a block, lost ones with the keys of their chunk, pair by pair."""
+    """The rows of a block, with the pairs of lost rows computed again, one by one.
+
+    Memory: one key of each chunk at a time, with all queries of the chunk.
+    """
     query_split = jax.tree.map(flat, maps[0](x.query))
     key_split, value, _ = _key_features(maps[1], x.keys)
 

@@ -121,9 +121,9 @@ class Plan:
 
 
 def state_heads(n: Size, k: Size, estimate: Estimate, pairs: Pairs) -> Size:
-    """Return the number of heads with sums of their own.
+    """Return the number of heads with separate sums.
 
-    These are the n query heads where each has frequencies or a decay of its own, else the k key
+    These are the n query heads where each has its own frequencies or decay, else the k key
     heads.
     """
     per_query_head = estimate.frequencies.shape[:-2] == (n,)

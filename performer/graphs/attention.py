@@ -210,12 +210,12 @@ def _phi(mask: EstimatedKernel) -> tuple[Features, Features]:
         return one, one
     # Phi_1 Phi_2^T + Phi_2 Phi_1^T = (Phi_1 Phi_2) (Phi_2 Phi_1)^T, with 2 N columns
 
-    def beside(one: Features, two: Features) -> Features:
+    def side_by_side(one: Features, two: Features) -> Features:
         two = replace(two, node=two.node + two.num_nodes)
         both = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), one, two)
         return replace(both, num_nodes=2 * two.num_nodes)
 
-    return beside(one, two), beside(two, one)
+    return side_by_side(one, two), side_by_side(two, one)
 
 
 def link(mask: EstimatedKernel, most: int = 32) -> Links | None:
@@ -225,8 +225,8 @@ def link(mask: EstimatedKernel, most: int = 32) -> Links | None:
 
     Args:
         mask: estimate with concrete walks.
-        most: number of pairs for each entry of Phi up to which they are worth it, about the lesser
-            of m and v.
+        most: largest number of pairs for each entry of Phi, above which sums over visits are
+            cheaper; about the lesser of m and v.
 
     Returns:
         The pairs; None if there are more, or if the walks are traced.
@@ -235,7 +235,7 @@ def link(mask: EstimatedKernel, most: int = 32) -> Links | None:
     if any(isinstance(y, Tracer) for y in (left.start, left.node, right.start, right.node)):
         return None
 
-    def entries(first, second):
+    def entries(first, second):  # visits of equal (first, second) are one entry of Phi
         first, second = (np.asarray(y, np.int64) for y in (first, second))
         size = int(second.max()) + 1
         merged, index = np.unique(first * size + second, return_inverse=True)
@@ -244,11 +244,12 @@ def link(mask: EstimatedKernel, most: int = 32) -> Links | None:
     start, node, of_left = entries(left.start, left.node)  # in the order of the queries
     column, keys, of_right = entries(right.node, right.start)  # in the order of the columns
     begin = np.searchsorted(column, np.arange(right.num_nodes + 1))
-    count = np.diff(begin)[node]
+    count = np.diff(begin)[node]  # entries in the column of each entry of a query
     total = int(count.sum())
     if total > most * len(start):
         return None
     entry = np.repeat(np.arange(len(start)), count)
+    # The k-th pair of an entry has the k-th entry of its column.
     other = np.arange(total) - np.repeat(np.cumsum(count) - count, count) + begin[node][entry]
 
     def blocks(y):
@@ -268,24 +269,24 @@ def link(mask: EstimatedKernel, most: int = 32) -> Links | None:
 def _over_links(
     query: Split, key: Split, value: Array, links: Links, weights: Array
 ) -> tuple[Array, Array]:
-    """As `_sparse`, pair by pair; the weights of the pairs are entries of M."""
-    ends = links.query, links.key
+    """Same result as `_sparse`, summed over pairs (i, j) with weights M_ij (blocks, B)."""
+    ends = links.query, links.key  # nodes, (blocks, B) each
     stopped = jax.lax.stop_gradient((query[0], key[0]))
 
     def highest(top, ends):
         (i, j), (a, b) = ends, stopped
-        return top.at[i].max(jnp.max(a[i] + b[j], axis=-1)), None
+        return top.at[i].max(jnp.max(a[i] + b[j], axis=-1)), None  # (B, m) -> (B,) -> rows i
 
     top = jax.lax.scan(highest, jnp.full_like(value[:, 0], -jnp.inf), ends)[0]
     top = finite(top)
-    tables = (*query, top[:, None]), (*key, value)
+    tables = (*query, top[:, None]), (*key, value)  # rows of nodes, gathered block by block
     return _pair_sums(*tables, weights, ends), top
 
 
 def _pair_rows(of_query, of_key, weights: Array) -> Array:
-    """Summands of numerators and normalisers (P, v + 1), given the rows of queries and keys."""
+    """Summands of numerators and normalisers (B, v + 1), given the rows of queries and keys."""
     (a, left, top), (b, right, value) = of_query, of_key
-    terms = jnp.exp(a + b - top)
+    terms = jnp.exp(a + b - top)  # (B, m), at most 1
     for factor in (left, right):
         terms = terms if factor is None else terms * factor
     return (jnp.sum(terms, axis=-1) * weights)[:, None] * value
@@ -299,8 +300,8 @@ def _rows(table, index: Array):
 def _pair_sums(of_query, of_key, weights: Array, ends: tuple[Array, Array]) -> Array:
     """Sum the summands of all pairs at their queries (t, v + 1), block by block.
 
-    The derivative adds to the gradients of the tables in place. That of `scan` would make a table
-    for each block.
+    The derivative adds to the gradients of the tables in place. The derivative of `scan` would make
+    a table for each block.
     """
 
     def add(total, x):
@@ -320,10 +321,10 @@ def _pair_sums_backward(saved, change):
     def add(totals, x):
         (i, j), w = x
         pull = jax.vjp(_pair_rows, _rows(of_query, i), _rows(of_key, j), w)[1]
-        *found, of_weights = pull(change[i])
+        *gradients, of_weights = pull(change[i])
         totals = [
-            jax.tree.map(lambda y, z, at=at: y.at[at].add(z), total, one)
-            for total, one, at in zip(totals, found, (i, j), strict=True)
+            jax.tree.map(lambda y, z, at=at: y.at[at].add(z), total, gradient)
+            for total, gradient, at in zip(totals, gradients, (i, j), strict=True)
         ]
         return totals, of_weights
 
@@ -338,20 +339,23 @@ _pair_sums.defvjp(_pair_sums_forward, _pair_sums_backward)
 def _sparse(
     query: Split, key: Split, value: Array, left: Features, right: Features
 ) -> tuple[Array, Array]:
-    """Rows (t, v + 1) of one head, and the exponents taken out (t,)."""
+    """Rows (t, v + 1) of one head, and the exponents taken out (t,).
+
+    Arrays over the T visits of the walks; x landmarks, c features of a chunk.
+    """
     nodes, landmarks = len(value), right.num_nodes
     factors = jax.tree.map(lambda y: _chunks(y, 0.0), (query[1], key[1]))
     m = max(y.shape[1] for y in jax.tree.leaves((query, key)))
-    exponents = tuple(
+    exponents = tuple(  # (m / c, t, c) of queries and of keys
         _chunks(jnp.broadcast_to(y, (nodes, m)), fill)
         for y, fill in ((query[0], 0.0), (key[0], -jnp.inf))
     )
 
-    def highest(key):
+    def highest(key):  # (t, c) -> (T, c) -> c_xf (x, c)
         top = jax.ops.segment_max(key[right.start], right.node, landmarks)
         return finite(top), top
 
-    def tops(query, key):
+    def tops(query, key):  # largest exponent of each row, (t,)
         exponent = query[left.start] + highest(key)[1][left.node]
         return jax.ops.segment_max(jnp.max(exponent, axis=-1), left.start, nodes)
 
@@ -364,20 +368,20 @@ def _sparse(
     )
     top = finite(top)
 
-    @jax.checkpoint
+    @jax.checkpoint  # (T, c, v + 1) is the largest array, of one chunk at a time
     def part(query, key, of_query, of_key):
         most, exact = jax.lax.stop_gradient(highest(key))
         weights = jnp.exp(key[right.start] - most[right.node]) * right.value[:, None]
         if of_key is not None:
             weights = weights * of_key[right.start]
-        moved = weights[:, :, None] * value[right.start][:, None, :]
-        sums = jax.ops.segment_sum(moved, right.node, landmarks)  # (x, f, v + 1)
+        moved = weights[:, :, None] * value[right.start][:, None, :]  # (T, c, v + 1)
+        sums = jax.ops.segment_sum(moved, right.node, landmarks)  # U_xf (x, c, v + 1)
         exponent = query[left.start] + exact[left.node] - top[left.start][:, None]
         weights = jnp.exp(exponent) * left.value[:, None]
         if of_query is not None:
             weights = weights * of_query[left.start]
-        seen = jnp.sum(weights[:, :, None] * sums[left.node], axis=1)
-        return jax.ops.segment_sum(seen, left.start, nodes)
+        visits = jnp.sum(weights[:, :, None] * sums[left.node], axis=1)  # (T, v + 1)
+        return jax.ops.segment_sum(visits, left.start, nodes)
 
     xs = (*exponents, *factors)
     rows = jax.lax.scan(lambda rows, x: (rows + part(*x), None), jnp.zeros_like(value), xs)[0]

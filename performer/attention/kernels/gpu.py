@@ -1,6 +1,6 @@
 """Attention in kernels for NVIDIA GPUs (Pallas on Triton): features never leave the chip.
 
-The sums are those of `tpu`, with its symbols. Tokens are rows and stay where they are in memory: a
+The sums and symbols are the same as in `tpu`. Tokens are rows and stay where they are in memory: a
 program has one head of one batch entry. `Operands` are query (b, t, n, h), key (b, s, n, h), value
 (b, s, n, v), W_q and W_k (n, m, h), log-weights of features (n, m) and of keys (b, n, s).
 
@@ -10,7 +10,8 @@ states of the spans of keys are combined, and each span of queries reads their s
 
 Causal: a program goes through the chunks of a span, with the state in registers, from the state of
 the spans before it. The backward pass has two kernels: one goes forwards for the gradients of
-queries, L, a and the maxima c before each chunk, one backwards for those of keys and values.
+queries, L, a and the maxima c before each chunk, one backwards for the gradients of keys and
+values.
 
 Triton is the back end: it compiles for Ampere and Hopper, by JAX 0.10 to 0.12, and is interpreted on
 a CPU. What a move to Mosaic GPU would take stands in docs/developing.md.
@@ -37,7 +38,7 @@ f32 = jnp.float32
 PROGRAMS = 264
 """Programs that fill a GPU: two for each of the 132 multiprocessors of an H100 or H200."""
 BLOCK = 64
-"""Tokens of a step, or twice as many as that has. The length of a span is a multiple."""
+"""Tokens of a step, or twice as many as it has. The length of a span is a multiple."""
 STEPS = 4
 """Least steps of a span."""
 
@@ -86,7 +87,7 @@ def dot(left: Array, right: Array) -> Array:
 
 
 def fine(left: Array, right: Array) -> Array:
-    """The product of an operand with float32, which in bfloat16 is two operands."""
+    """The product of an operand with float32, which is two operands if products are in bfloat16."""
     high = right.astype(left.dtype)
     product = dot(left, high)
     if left.dtype == jnp.bfloat16:
@@ -116,7 +117,7 @@ def no_keys(x: Operands) -> State:
 
 def fold(state: State, exponents: Float[Array, "m s"], value: Float[Array, "s v"]) -> State:
     """The state after these keys."""
-    c = jnp.maximum(state.maximum, jnp.max(exponents, axis=1))
+    c = jnp.maximum(state.maximum, jnp.max(exponents, axis=1))  # (m,)
     earlier = jnp.exp(state.maximum - finite(c))
     f = jnp.exp(exponents - finite(c)[:, None]).astype(value.dtype)
     s = state.normaliser * earlier + jnp.sum(f.astype(f32), axis=1)
@@ -140,8 +141,8 @@ def look_up(x: Operands, state: State, output, queries: Span) -> None:
     z = z.astype(output.dtype)
 
     def step(i, _):
-        exponents = dot(queries.read(x.query, i), x.w_query[...].T) + c[None]
-        largest = finite(jnp.max(exponents, axis=1))
+        exponents = dot(queries.read(x.query, i), x.w_query[...].T) + c[None]  # x (t, m)
+        largest = finite(jnp.max(exponents, axis=1))  # r (t,)
         e = jnp.exp(exponents - largest[:, None]).astype(z.dtype)
         d = jnp.sum(e.astype(f32) * s[None], axis=1)
         queries.write(output, i, dot(e, z) / jnp.where(d == 0, 1.0, d)[:, None])
@@ -157,12 +158,12 @@ def from_queries(x: Operands, state: State, gradient, grads: Operands, queries: 
     def step(i, sums):
         ds, dz = sums
         query, g = queries.read(x.query, i), queries.read(gradient, i)
-        exponents = dot(query, x.w_query[...].T) + c[None]
+        exponents = dot(query, x.w_query[...].T) + c[None]  # x (t, m)
         p = jnp.exp(exponents - finite(jnp.max(exponents, axis=1))[:, None])
         d = jnp.sum(p * s[None], axis=1)
-        p = p / jnp.where(d == 0, 1.0, d)[:, None]
-        u = fine(g, z.T)
-        a = jnp.sum(p * u, axis=1)
+        p = p / jnp.where(d == 0, 1.0, d)[:, None]  # s^T p = 1
+        u = fine(g, z.T)  # (t, m)
+        a = jnp.sum(p * u, axis=1)  # (t,)
         dx = p * (u - s[None] * a[:, None])
         queries.write(grads.query, i, dot(dx.astype(query.dtype), x.w_query[...]))
         # Past the last query g and a are 0.
@@ -176,7 +177,8 @@ def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Span, scale: float)
 
     def step(i, _):
         key, value = keys.read(x.key, i), keys.read(x.value, i)
-        exponents = dot(key, x.w_key[...].T)  # (s, m)
+        # (s, m), not (m, s) as in `key_exponents`: dl below is the left operand of products.
+        exponents = dot(key, x.w_key[...].T)
         exponents += token_exponents(x, key, i, keys, scale)[:, None]
         if x.feature_bias is not None:
             exponents += x.feature_bias[...][None]
@@ -190,7 +192,7 @@ def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Span, scale: float)
 
 
 def write_key(x: Operands, i, key, dl: Float[Array, "s m"], grads, keys: Span, scale) -> None:
-    """Write the gradient of keys from that of their exponents."""
+    """Write the gradient of keys, from the gradient of their exponents."""
     dk = dot(dl.astype(key.dtype), x.w_key[...])
     dk -= scale * key.astype(f32) * jnp.sum(dl, axis=1)[:, None]
     keys.write(grads.key, i, dk)
@@ -207,9 +209,9 @@ class Chunk(NamedTuple):
     A: Float[Array, "m s"]
     B: Float[Array, "t m"]
     near: Float[Array, "t s"]
-    """e^{M - F}, but for a factor of each query: that of the weights."""
+    """e^{M - F} up to a factor of each query, the same as in the weights."""
     weights: Float[Array, "t s"]
-    """(K + TINY) times `near`; those of a query sum to 1."""
+    """(K + TINY) times `near`; the weights of a query sum to 1."""
     maximum: Float[Array, " t"]
     """The weights are relative to e^maximum; -inf without keys."""
 
@@ -219,11 +221,11 @@ def chunk(x: Operands, i, tokens: Span, scale: float) -> Chunk:
     query, key, value = (tokens.read(ref, i) for ref in (x.query, x.key, x.value))
     exponents = key_exponents(x, key, token_exponents(x, key, i, tokens, scale))
     y, dtype = dot(query, x.w_query[...].T), query.dtype
-    mu, nu = jnp.max(exponents, axis=0), jnp.max(y, axis=1)
+    mu, nu = jnp.max(exponents, axis=0), jnp.max(y, axis=1)  # (s,), (t,)
     A = jnp.exp(exponents - finite(mu)[None]).astype(dtype)
     B = jnp.exp(y - nu[:, None]).astype(dtype)
     t, s = (jax.lax.broadcasted_iota(jnp.int32, (tokens.block,) * 2, axis) for axis in (0, 1))
-    M = jnp.where(s <= t, mu[None], -jnp.inf)
+    M = jnp.where(s <= t, mu[None], -jnp.inf)  # (t, s)
     largest = jnp.max(M, axis=1)
     near = jnp.exp(M - finite(largest)[:, None])
     weights = (dot(B, A) + TINY) * near
@@ -271,6 +273,7 @@ def _causal(x, before, output, *, scale, lengths, block, span):
     def step(i, state):
         c, s, z = state
         y = chunk(x, i, tokens, scale)
+        # One softmax over the features, for keys before the chunk, and over the keys of the chunk.
         exponents = y.y + c[None]
         largest = finite(jnp.maximum(jnp.max(exponents, axis=1), y.maximum))
         e = jnp.exp(exponents - largest[:, None]).astype(dtype)
@@ -299,7 +302,7 @@ def _causal_queries_backward(
         p, share = jnp.exp(exponents - largest[:, None]), jnp.exp(y.maximum - largest)
         d = jnp.sum(p * s[None], axis=1) + share
         inverse = 1 / jnp.where(d == 0, 1.0, d)
-        p, share = p * inverse[:, None], share * inverse
+        p, share = p * inverse[:, None], share * inverse  # share: of the chunk in the output
         u, r = fine(g, z.T), dot(g, y.value.T)
         a = jnp.sum(p * u, axis=1) + jnp.sum(y.weights * r, axis=1) * share
         D = (y.near * share[:, None] * (r - a[:, None])).astype(dtype)
@@ -312,8 +315,8 @@ def _causal_queries_backward(
         ds, dz = ds - jnp.sum(p * a[:, None], axis=0), dz + dot(p.T.astype(dtype), g)
         return fold(state, y.exponents, y.value), ds, dz
 
-    nothing = jnp.zeros_like(first.normaliser), jnp.zeros_like(first.numerator)
-    put(sums, tokens.each(step, (first, *nothing))[1:])
+    zeros = jnp.zeros_like(first.normaliser), jnp.zeros_like(first.numerator)
+    put(sums, tokens.each(step, (first, *zeros))[1:])
 
 
 def _causal_keys_backward(x, maxima, logs, gradient, sums, grads, *, scale, lengths, block, span):
@@ -323,6 +326,7 @@ def _causal_keys_backward(x, maxima, logs, gradient, sums, grads, *, scale, leng
     def step(i, sums):
         i, (ds, dz) = last - i, sums
         c, y, g = maxima[i], chunk(x, i, tokens, scale), tokens.read(gradient, i)
+        # Past the last token L and a read 0: `real` drops what they would weigh.
         (L, a), real, dtype = (tokens.read(ref, i) for ref in logs), tokens.real(i), g.dtype
         share = jnp.where(real, jnp.exp(y.maximum - L), 0.0)[:, None]
         D = (y.near * share * (dot(g, y.value.T) - a[:, None])).astype(dtype)
@@ -333,7 +337,7 @@ def _causal_keys_backward(x, maxima, logs, gradient, sums, grads, *, scale, leng
         dv = dot(f.T.astype(dtype), dz.astype(dtype))
         tokens.write(grads.value, i, dv + dot((y.weights * share).astype(dtype).T, g))
         p = jnp.where(real[:, None], jnp.exp(y.y + c[None] - L[:, None]), 0.0)
-        earlier = jnp.exp(c - after)
+        earlier = jnp.exp(c - after)  # z after the chunk is z before it times this, plus its keys
         ds = ds * earlier - jnp.sum(p * a[:, None], axis=0)
         return ds, dz * earlier[:, None] + dot(p.T.astype(dtype), g)
 
@@ -463,12 +467,12 @@ def forward(x: Arguments, settings: Kernel, residuals: bool):
     if count == 1:
         return run(_forward, ins=(operands(y),), outs=(output,))[0], None
     state = total(states(y, settings, (t, s)))
-    ins = operands(of_queries(y)), pieces(state, "state")
+    ins = operands(query_operands(y)), pieces(state, "state")
     return run(_queries, ins=ins, outs=(output,), span=spans(t, b * n)[1])[0], state
 
 
 def backward(x: Arguments, state: Any, gradient: Array, settings: Kernel, wanted) -> Arguments:
-    """Gradients of queries, keys and values; those of the rest are not `wanted`."""
+    """Gradients of queries, keys and values; others are 0, and not `wanted`."""
     del wanted
     y, pull = jax.vjp(partial(with_all_heads, scale=settings.scale), x)
     (b, t, n, _), s = y.query.shape, y.key.shape[1]
@@ -485,27 +489,27 @@ def backward(x: Arguments, state: Any, gradient: Array, settings: Kernel, wanted
         logs = pieces((Out((b, n, t), f32),) * 2, "scalars")
         maxima = Piece(Out((b, n, count, chunks, m), f32), "states")
         ins = operands(y), pieces(state, "states"), g
-        outs = of_queries(grads), logs, maxima, sums(count)
-        got, logs, maxima, own = run(_causal_queries_backward, ins=ins, outs=outs, span=span)
+        outs = query_operands(grads), logs, maxima, sums(count)
+        got, logs, maxima, by_span = run(_causal_queries_backward, ins=ins, outs=outs, span=span)
         ins = operands(y), Piece(maxima, "states"), pieces(logs, "scalars"), g
-        ins = *ins, pieces(after(state, *own), "states")
+        ins = *ins, pieces(after(state, *by_span), "states")
         (others,) = run(_causal_keys_backward, ins=ins, outs=(others,), span=span)
     elif count == 1:
         (got,) = run(_backward, ins=(operands(y), g), outs=(grads,))
         others = got
     else:
         (parts, span_t), (_, span_s) = spans(t, b * n), spans(s, b * n)
-        ins = operands(of_queries(y)), pieces(state, "state"), g
-        outs = of_queries(grads), sums(parts)
-        got, own = run(_queries_backward, ins=ins, outs=outs, span=span_t)
+        ins = operands(query_operands(y)), pieces(state, "state"), g
+        outs = query_operands(grads), sums(parts)
+        got, by_span = run(_queries_backward, ins=ins, outs=outs, span=span_t)
         ins = operands(y._replace(query=None, w_query=None)), Piece(state.maximum, "state")
-        ins = *ins, pieces([jnp.sum(z, axis=2) for z in own], "state")
+        ins = *ins, pieces([jnp.sum(z, axis=2) for z in by_span], "state")
         (others,) = run(_keys_backward, ins=ins, outs=(others,), span=span_s)
     zeros = jax.tree.map(jnp.zeros_like, y)
     return pull(zeros._replace(query=got.query, key=others.key, value=others.value))[0]
 
 
-def of_queries(x: Operands) -> Operands:
+def query_operands(x: Operands) -> Operands:
     """The operands of a kernel that has queries alone."""
     return Operands(query=x.query, w_query=x.w_query)
 
@@ -549,7 +553,7 @@ def before(states: State) -> State:
 
 
 def after(before: State | None, ds: Array, dz: Array) -> tuple[Array, Array]:
-    """[dz ds] of the state after each span, from the sums over the queries of each."""
+    """[dz ds] of the state after each span, from the sums over the queries of each span."""
     if before is None:
         return jnp.zeros_like(ds), jnp.zeros_like(dz)
     c = jnp.moveaxis(before.maximum, 2, 0)  # (spans, b, n, m)
@@ -559,7 +563,7 @@ def after(before: State | None, ds: Array, dz: Array) -> tuple[Array, Array]:
         ds, dz, weight = span
         return (ds + later[0] * weight, dz + later[1] * weight[..., None]), later
 
-    own = jnp.moveaxis(ds, 2, 0), jnp.moveaxis(dz, 2, 0)
-    nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), own)
-    _, later = jax.lax.scan(step, nothing, (*own, weights), reverse=True)
+    by_span = jnp.moveaxis(ds, 2, 0), jnp.moveaxis(dz, 2, 0)  # the axis of spans first
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), by_span)
+    _, later = jax.lax.scan(step, zeros, (*by_span, weights), reverse=True)
     return jnp.moveaxis(later[0], 0, 2), jnp.moveaxis(later[1], 0, 2)

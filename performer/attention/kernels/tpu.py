@@ -11,21 +11,21 @@ keys (b, k, 1, s). With the exponents
     keys      c_j = max_k l_j(k),   f = e^{l - c},   [z s] = f [v; 1]^T
     queries   r = max_j x_j,   [o; d] = [z s]^T e^{x - r},   output = o / d,   L = r + log d
 
-The backward pass computes features again, those of queries normalised: p = e^{x - L}, for which
+The backward pass computes features again, normalised for queries: p = e^{x - L}, for which
 z^T p is the output and s^T p = 1. With g the gradient of the output, and d for "gradient of",
 
     queries   u = z^T g,  a = p.u / p.s,  dx = p (u - s a),  dq = W_q^T dx,  [dz ds] = p [g; -a]^T
     keys      dl = f (dz v + ds),   dk = W_k^T dl - scale k sum_j dl_j,   dv = dz^T f
 
-c and r cancel, and have no gradient. That of a log-weight is the sum of dl over the others; those
-of the frequencies are dx q^T and dl k^T.
+c and r cancel, and have no gradient. The gradient of a log-weight is the sum of dl over the other
+axes; the gradients of the frequencies are dx q^T and dl k^T.
 
 Bidirectional: if the tokens fit into one block, keys and queries are one kernel, whose backward
 pass folds the keys again; else each is a kernel that iterates over blocks.
 
 Causal: one kernel, chunk by chunk. Keys before the chunk enter through the state (c, s, z), which
 stays in the core's memory. Keys of the chunk enter pair by pair, stabilised as in `sweep`: with
-mu_s the largest exponent of a key and nu_t that of a query,
+mu_s the largest exponent of a key and nu_t the largest of a query,
 
     A = e^{l - mu},   B = e^{y - nu},   K = A^T B,   M_st = mu_s for s <= t, else -inf
     w_st = (K_st + TINY) e^{M_st - F_t},   p = e^{x - L},   output = z^T p + v w
@@ -37,7 +37,8 @@ of the state after the chunk. With r = v^T g,
     a = p.u + sum_s w_s r_s,   dy = dx + B * A D,   D = e^{M - F} (r - a)
     dl = A * B D^T + f (dz v + ds),   dv = dz^T f + g w^T
 
-and [dz ds] of the state before is e^{c - c'} times that after, plus p [g; -a]^T.
+and [dz ds] of the state before the chunk is e^{c - c'} times [dz ds] of the state after it, plus
+p [g; -a]^T.
 
 Products have operands in the dtype of the inputs and sum in float32. In bfloat16 s and a, of the
 normaliser and its gradient, are three operands each, of 24 bits together; z and dz are two in z^T g
@@ -128,10 +129,10 @@ def fold(
     largest = jnp.max(exponents, axis=2, keepdims=True)
     largest = largest if c is None else jnp.maximum(c, largest)
     f = jnp.exp(exponents - columns(finite(largest), exponents.shape[2]))
-    own = dot(f.astype(value.dtype), with_ones(value), (2, 2))
+    sums = dot(f.astype(value.dtype), with_ones(value), (2, 2))  # (k, m, w)
     if c is not None and z is not None:
-        own += z * columns(jnp.exp(c - finite(largest)), z.shape[2])
-    return f, largest, own
+        sums += z * columns(jnp.exp(c - finite(largest)), z.shape[2])
+    return f, largest, sums
 
 
 def columns(x: Array, count: int) -> Array:
@@ -157,10 +158,10 @@ def numerators(z: Float[Array, "k m w"], dtype: jnp.dtype) -> Float[Array, "k w 
 def in_chunk(x: Operands, y: Array, exponents: Array):
     """A, B, K and M; M (k, s, t), the others for each of the n query heads."""
     n, dtype = len(x.query), x.query.dtype
-    mu = jnp.max(exponents, axis=1, keepdims=True)
+    mu = jnp.max(exponents, axis=1, keepdims=True)  # (k, 1, s)
     A = shared(jnp.exp(exponents - finite(mu)), n)
     B = jnp.exp(y - jnp.max(y, axis=1, keepdims=True))
-    K = dot(A.astype(dtype), B.astype(dtype), (1, 1))
+    K = dot(A.astype(dtype), B.astype(dtype), (1, 1))  # (n, s, t)
     s, t = (jax.lax.broadcasted_iota(jnp.int32, (1, CHUNK, CHUNK), axis) for axis in (1, 2))
     return A, B, K, jnp.where(s <= t, mu.swapaxes(1, 2), -jnp.inf)
 
@@ -181,7 +182,7 @@ def attend(
     exponents = y + shared(c, n)
     largest = jnp.max(exponents, axis=1, keepdims=True)
     largest = finite(largest if near is None else jnp.maximum(largest, near[1]))
-    rows = dot(shared(zs, n), jnp.exp(exponents - largest).astype(dtype))
+    rows = dot(shared(zs, n), jnp.exp(exponents - largest).astype(dtype))  # [o; d] (n, w, t)
     if near is not None:
         weights = near[0] * jnp.exp(near[1] - largest)
         rows += dot(shared(with_ones(x.value), n), weights.astype(dtype))
@@ -194,16 +195,16 @@ def from_queries(x: Operands, y: Array, c: Array, z: Array, L: Array, gradient: 
     """dx, [dz ds] and a; `near` is w and r of pairs (n, s, t)."""
     (n, k), width = (len(x.query), len(c)), gradient.shape[1]
     p = jnp.exp(y + shared(c, n) - L)
-    s = shared(z[:, :, width : width + 1], n)
-    u = fine(shared(z[:, :, :width], n), gradient)
+    s = shared(z[:, :, width : width + 1], n)  # (n, m, 1)
+    u = fine(shared(z[:, :, :width], n), gradient)  # (n, m, t)
     total, a = (jnp.sum(p * by, axis=1, keepdims=True) for by in (s, u))
     if near is not None:
         w, r = near
         total += jnp.sum(w, axis=1, keepdims=True)
         a += jnp.sum(w * r, axis=1, keepdims=True)
-    a = a / jnp.where(total == 0, 1.0, total)
+    a = a / jnp.where(total == 0, 1.0, total)  # (n, 1, t); total is 1 up to rounding
     rows = jnp.concatenate([gradient, parts(-a, 1, gradient.dtype)], axis=1)
-    dz = gathered(dot(p.astype(gradient.dtype), rows, (2, 2)), k)
+    dz = gathered(dot(p.astype(gradient.dtype), rows, (2, 2)), k)  # (k, m, w), ds in parts
     ds = jnp.sum(dz[:, :, width:], axis=2, keepdims=True)
     dz = jnp.concatenate([dz[:, :, :width], ds, jnp.zeros_like(dz[:, :, width + 1 :])], axis=2)
     return p * (u - s * a), dz, a
@@ -266,7 +267,7 @@ def attend_in_chunk(x: Operands, exponents: Array, c: Array, zs: Array):
 
 
 def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, scale: float):
-    """dk, dv, dy, dl and [dz ds] of the state before the chunk; `after` is c of that after it."""
+    """dk, dv, dy, dl and [dz ds] of the state before the chunk; `after` is c after it."""
     (n, k), dtype, y = (len(x.query), len(x.key)), x.query.dtype, query_exponents(x)
     A, B, K, M = in_chunk(x, y, exponents)
     near = jnp.exp(shared(M, n) - F)
@@ -490,7 +491,7 @@ def backward_of_blocks(
 
 
 def gradients(x: Operands, wanted) -> Operands:
-    """Shapes and dtypes of the wanted gradients; those of frequencies and weights are float32."""
+    """Shapes and dtypes of the wanted gradients, float32 for frequencies and weights."""
     like = Operands(
         *(y if getattr(wanted, name, True) else None for name, y in x._asdict().items())
     )

@@ -1,7 +1,7 @@
 """Which kernels a call of `performer_attention` gets, and their derivative.
 
-A program compiled for a TPU has the kernels of `tpu`, one for an NVIDIA GPU those of `gpu`, forward
-and backward. A traced function may be compiled for another platform than that of this
+A program compiled for a TPU has the kernels of `tpu`, one for an NVIDIA GPU the kernels of `gpu`,
+forward and backward. A traced function may be compiled for another platform than the one of this
 process: `jax.lax.platform_dependent` chooses, inside one `jax.custom_vjp`.
 """
 
@@ -71,7 +71,7 @@ class Kernel(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Requested gradients other than those of queries, keys and values."""
+    """Requested gradients, other than of queries, keys and values."""
 
     w_query: bool = False
     w_key: bool = False
@@ -188,10 +188,10 @@ def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tupl
         choices = [("causal", LANES)]
     elif longest <= 8 * LANES:
         choices = [("one block", longest), *choices]
-    found = [(heads(*choice), choice[1]) for choice in choices]
+    sized = [(heads(*choice), choice[1]) for choice in choices]
     # Two heads at least, if possible: while one waits, the other computes.
-    pairs = [x for x in found if x[0] * (n // k) >= min(2, n)]
-    return next((x for x in [*pairs, *found] if x[0]), None)
+    pairs = [x for x in sized if x[0] * (n // k) >= min(2, n)]
+    return next((x for x in [*pairs, *sized] if x[0]), None)
 
 
 def attention(
