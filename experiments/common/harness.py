@@ -104,7 +104,7 @@ def wide(rows: Iterable[Row], column: str, y: str = "mean") -> list[Row]:
     """Return one row for all rows of a case; their estimates are its columns.
 
     Args:
-        rows: those of `sweep`.
+        rows: rows of `sweep`.
         column: template of a column's name; its fields are no part of the case.
         y: "mean", or "ratio" of `relative`.
     """
@@ -138,7 +138,7 @@ def with_text(row: Row) -> Row:
 
 
 def relative(rows: Iterable[Row], case: str) -> list[Row]:
-    """Return the rows with the "ratio" of their mean to that of the first of the same case."""
+    """Return the rows with the "ratio" of their mean to the first mean of the same case."""
     return [
         row | dict(zip(RATIO, statistics.ratio(row["values"], group[0]["values"]), strict=True))
         for group in grouped(rows, case).values()
@@ -187,7 +187,7 @@ def show(
         out: path of the files, without a suffix.
         figures: options of `figure` by the stem of the csv.
         text: conclusion below the table.
-        shown: rows of the table, for example by `wide`; those of the csv if None.
+        shown: rows of the table, for example by `wide`; the rows of the csv if None.
         case: argument of `verdict`, which ends the text.
         tested: name that `verdict` compares the values of.
     """

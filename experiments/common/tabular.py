@@ -80,7 +80,7 @@ def load(name: str, kind: Kind, data_dir: Path | None = None, nominal: bool = Fa
             Three pixels of digits are always 0 and are left out: d = 61.
         kind: with "classification" the distinct targets, sorted, become class numbers.
         data_dir: folder with `<name>.csv` or `uci_<kind>/<name>.csv`.
-        nominal: columns of numbers are nominal, too.
+        nominal: columns of numbers are also nominal.
 
     Raises:
         ValueError: for an unknown name, or a file whose rows or cells cannot be used.

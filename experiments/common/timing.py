@@ -23,7 +23,7 @@ class Program(NamedTuple):
     call: Callable[[], Any]
     compile_seconds: float
     temporary_bytes: int
-    """Memory that the program needs besides its arguments and results."""
+    """Memory that the program needs in addition to its arguments and results."""
 
 
 class Best(NamedTuple):

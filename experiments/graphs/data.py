@@ -3,7 +3,7 @@
 A folder of data has `graphs/*.gml`, `meshes/*.stl` or `*.obj`, and `traffic_san_jose/*.npz`. Each
 file may be an npz instead, with the arrays that are read from it: of a graph `edges` (E, 2), every
 undirected edge once, and `n_nodes`; of a mesh `vertices` (V, 3), `faces`
-(F, 3), `edges` and `vertex_normals` (V, 3); of traffic those of a graph, `obs_nodes` and
+(F, 3), `edges` and `vertex_normals` (V, 3); of traffic the arrays of a graph, `obs_nodes` and
 `obs_speed`. Nothing is unpickled.
 
 The edge probabilities of the qGRF paper's two Erdos-Renyi graphs, 0.2 (20 nodes) and 0.04 (100
@@ -90,7 +90,7 @@ def vertex_normals(path: Path, by_area: bool) -> Float[np.ndarray, "v 3"]:
     """Return the means of the unit normals of the faces around each vertex, of unit length.
 
     Args:
-        path: that of `mesh`.
+        path: as in `mesh`.
         by_area: weigh the faces by their areas; equally otherwise.
     """
     parts = arrays(path, "vertices", "faces")
@@ -136,19 +136,20 @@ Arrays = dict[str, np.ndarray]
 
 def gml(path: Path) -> Arrays:
     """Read a graph by networkx, without its loops."""
-    found = networkx.Graph(networkx.read_gml(path, label="id"))
-    found.remove_edges_from(list(networkx.selfloop_edges(found)))
+    graph = networkx.Graph(networkx.read_gml(path, label="id"))
+    graph.remove_edges_from(list(networkx.selfloop_edges(graph)))
     none: Any = None  # every edge counts once
-    matrix = networkx.to_scipy_sparse_array(found, weight=none, format="csr")
+    matrix = networkx.to_scipy_sparse_array(graph, weight=none, format="csr")
     upper = scipy.sparse.triu(matrix, format="csr").tocoo()
-    return {"edges": np.stack(upper.coords, axis=1), "n_nodes": np.asarray(len(found))}
+    return {"edges": np.stack(upper.coords, axis=1), "n_nodes": np.asarray(len(graph))}
 
 
 def triangles(path: Path) -> Arrays:
     """Read a mesh by trimesh.
 
     Equal vertices become one; faces without area, or that are there twice, and vertices without a
-    face are left out. A normal is the mean of those of the faces around, weighted by their angles.
+    face are left out. A normal is the mean of the normals of the faces around, weighted by their
+    angles.
     """
     import trimesh  # pyright: ignore[reportMissingImports]
 
@@ -183,14 +184,14 @@ def arrays(path: Path, *names: str) -> Arrays:
     Raises:
         ValueError: for no such file, with those that are there; a missing array.
     """
-    beside = [file for file in sorted(path.parent.glob("*")) if file.suffix.lower() in FORMATS]
-    found = next((file for file in beside if file.stem == path.stem), None)
-    if found is None:
-        there = ", ".join(file.stem for file in beside) or "none"
+    others = [file for file in sorted(path.parent.glob("*")) if file.suffix.lower() in FORMATS]
+    same = next((file for file in others if file.stem == path.stem), None)
+    if same is None:
+        there = ", ".join(file.stem for file in others) or "none"
         raise ValueError(f"no file {path}; files of this kind there: {there}")
-    parts = FORMATS[found.suffix.lower()](found)
+    parts = FORMATS[same.suffix.lower()](same)
     if missing := [name for name in names if name not in parts]:
-        raise ValueError(f"{found} has no {', '.join(missing)}, only {', '.join(parts)}")
+        raise ValueError(f"{same} has no {', '.join(missing)}, only {', '.join(parts)}")
     return parts
 
 

@@ -5,15 +5,16 @@
 
 Fig. 4: the nodes are the faces of a mesh, the values the z-components of their normals, and 5% of
 them are test nodes. Fig. 11, "traffic": speeds on the roads of San Jose, standardised by 250
-sensors; the other 75 are test nodes. The kernel is that of diffusion. Its scales are fitted under
-an estimate with 8 independent walks by 1,000 steps of Adam at a rate of 0.01, as in the paper. With
-the exact kernel of these scales are then compared its estimates by m walks, independent, antithetic
-and sigma-coupled, all at p_halt = 0.4; the permutation of 50 is learned on an Erdos-Renyi graph for
-this kernel.
+sensors; the other 75 are test nodes. The kernel is the diffusion kernel. Its scales are fitted
+under an estimate with 8 independent walks by 1,000 steps of Adam at a rate of 0.01, as in the
+paper. The exact kernel of these scales is then compared with its estimates by m walks,
+independent, antithetic and sigma-coupled, all at p_halt = 0.4; the permutation of 50 is learned on
+an Erdos-Renyi graph for this kernel.
 
     error   |K - K_hat|_F / |K|_F, over all nodes
     RMSE    of the predictive mean, in the units of the values
-    KL      KL(exact || estimate) of the predictive laws of the test values, noise included, in nats
+    KL      KL(exact || estimate) of the predictive distributions of the test values with their
+            noise, in nats
 
 Means ± standard errors over repeats of the walks, four times as many in Fig. 11. The split is the
 same for all repeats; of traffic each repeat is the mean over several splits. Posteriors are dense
@@ -76,13 +77,13 @@ class Task(NamedTuple):
 
 
 class Process(NamedTuple):
-    """A task, its scales, the exact kernel and its law, and the couplings to compare."""
+    """A task, its scales, the exact kernel and its prediction, and the couplings to compare."""
 
     task: Task
     scales: gp.Scales
     exact: np.ndarray
     """(N, N), without the output scale, in float64."""
-    law: gp.Gaussian
+    predicted: gp.Gaussian
     couplings: Mapping[str, str | Coupling]
 
 
@@ -134,11 +135,11 @@ def process(task: Task) -> Process:
     permutation = matching.learn(data.erdos_renyi(), kernel, p_halt=P_HALT, order=ORDER)
     chosen = {name: name for name in ("independent", "antithetic")}
     chosen |= {"sigma": couplings.sigma(permutation)}
-    return Process(task, scales, exact, law(task, exact, scales), chosen)
+    return Process(task, scales, exact, predict(task, exact, scales), chosen)
 
 
-def law(task: Task, gram: Any, scales: gp.Scales) -> gp.Gaussian:
-    """Return the law of the test values; `gram` (N, N) has no output scale yet."""
+def predict(task: Task, gram: Any, scales: gp.Scales) -> gp.Gaussian:
+    """Return the distribution of the test values; `gram` (N, N) has no output scale yet."""
     rows = scipy.sparse.csr_array(scales.output_scale**2 * gram)
     train, test = rows[task.train], rows[task.test]
     blocks = (train[:, task.train], test[:, task.train], test[:, task.test])
@@ -160,9 +161,9 @@ def scores(of: Process, coupling: str, num_walks: int, repeat: int) -> tuple[flo
     walks = features.sample(jax.random.key(repeat), of.task.graph, **options)
     phi = features.modulate(walks, kernels.Diffusion(of.scales.lengthscale)).to_scipy()
     phi = scipy.sparse.csr_array(phi, dtype=np.float64)
-    predicted = law(of.task, phi @ phi.T, of.scales)
+    predicted = predict(of.task, phi @ phi.T, of.scales)
     with jax.enable_x64(True):
-        divergence = float(gp.kl(of.law, predicted))
+        divergence = float(gp.kl(of.predicted, predicted))
     error = float(data.frobenius_errors(phi, of.exact)[0])
     return error, rmse(of.task, predicted), divergence
 
@@ -185,7 +186,7 @@ def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
             f"{field} {', '.join(f'{getattr(of.scales, field):.3g}' for of in processes)}"
             for field in gp.Scales._fields
         )
-        least = np.mean([rmse(of.task, of.law) for of in processes])
+        least = np.mean([rmse(of.task, of.predicted) for of in processes])
         said.append(
             f"- {name} (splits: {len(splits)}): {told}; RMSE of the exact kernel {least:.4g}."
         )
@@ -204,7 +205,7 @@ def main(
     """Print the tables.
 
     Args:
-        graphs: names of meshes, "traffic" or "torus"; those of the paper.
+        graphs: names of meshes, "traffic" or "torus"; by default the names of the paper.
         repeats: repeats of the walks; traffic has four times as many.
         splits: splits of the sensors of traffic into known and test nodes.
     """

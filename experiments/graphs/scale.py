@@ -3,7 +3,7 @@
     python -m experiments.graphs.scale                       # a random graph of cora's size
     python -m experiments.graphs.scale --data_dir=DIR        # cora
     python -m experiments.graphs.scale --largest=1000000     # 5 million edges
-    python -m experiments.graphs.scale --attention=1000000   # attention masked by the graph, too
+    python -m experiments.graphs.scale --attention=1000000   # also attention masked by the graph
 
 Two plain loops over nodes, walks and steps stand for public code: qGRF Eq. 8 with draws of NumPy's
 generator into a dense array, and the same with Python's own lists, dictionary and `random`. Our

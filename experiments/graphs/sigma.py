@@ -15,7 +15,8 @@ Fig. 8: the same at p_halt = 0.3, with permutations of 2 to 30, learned on the g
     the excess of its quadratic objective. Quantiles with equal lengths can swap, which changes the
     distance alone.
 Fig. 9: |rho - rho_hat|_2 of PageRank; permutations of 10, of the exact objective (Eq. 82). For
-    p_halt >= 1/2 the learned coupling has the law of antithetic walks, one of them of length 0.
+    p_halt >= 1/2 the learned coupling has the distribution of antithetic walks, one of them of
+    length 0.
 
 Means ± standard errors over repeats. The repeats of two couplings share their keys, so ratios and
 tests are paired.
@@ -102,9 +103,9 @@ def repeated(
     whole = data.side_by_side([graph for graph in graphs.values() for _ in range(copies)])
     ends = np.cumsum([0] + [copies * graph.num_nodes for graph in graphs.values()]).tolist()
     parts = dict(zip(graphs, map(slice, ends, ends[1:]), strict=False))
-    found = [estimate(jax.random.key(draw), whole) for draw in range(count)]
+    estimates = [estimate(jax.random.key(draw), whole) for draw in range(count)]
     return {
-        name: np.concatenate([error(of, part, name) for of in found])[:repeats]
+        name: np.concatenate([error(of, part, name) for of in estimates])[:repeats]
         for name, part in parts.items()
     }
 

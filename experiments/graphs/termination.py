@@ -49,7 +49,7 @@ FIGURES: harness.Figures = {
         x="p_halt",
         line="{line}",
         panel="{graph}, N = {N}",
-        ylabel="squared error / that of independent walks",
+        ylabel="squared error, relative to independent walks",
     )
 }
 

@@ -12,11 +12,11 @@ differ in the attention alone:
     exact masked    softmax attention times the same learned kernel, both without an estimate
 
 Cora and Citeseer (Yang et al. 2016): the class of a paper from its words; 20 labels of each class
-for training, 500 papers for validation, 1,000 for the test; the split is that of the files. Meshes:
-the unit normal of a vertex from its position; random halves of a tenth, a tenth and the rest for
-training, validation and test, others in each seed. Without --data_dir a made-up mesh, a bumpy
-sphere. A seed decides parameters, frequencies, walks, dropout and the split of a mesh. The result
-is that of the step with the best validation score.
+for training, 500 papers for validation, 1,000 for the test; the split is given by the files.
+Meshes: the unit normal of a vertex from its position; random halves of a tenth, a tenth and the
+rest for training, validation and test, others in each seed. Without --data_dir a made-up mesh, a
+bumpy sphere. A seed decides parameters, frequencies, walks, dropout and the split of a mesh. The
+result is the score at the step with the best validation score.
 
 Writes transformer (csv, md, png) to --out.
 """

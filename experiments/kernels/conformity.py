@@ -1,11 +1,11 @@
-"""Kernel errors of the couplings, theory beside measurement: SimRF Figs 4 to 7.
+"""Kernel errors of the couplings, theory next to measurement: SimRF Figs 4 to 7.
 
     python -m experiments.kernels.conformity --figures=4,5,6,7 --out=results/kernels/conformity
 
     4   RF-conformity of one draw of lengths (d = 6, v = 1): iid, ORF, SimRF, SimRF+, and the
         arrangement of the same lengths that scipy.optimize finds best
     5   distribution of |w_i + w_j| (d = 6)
-    6   mean squared error over that of iid, against v (d = m = 64)
+    6   mean squared error relative to iid, against v (d = m = 64)
     7   error of the Gram matrix against m (64 points in 64 dimensions, sigma = 0.1)
 
 Each writes a table (csv, md) with a figure (png).
@@ -79,7 +79,7 @@ def densities(rows: list[harness.Row]) -> list[harness.Row]:
 
 
 def histograms(axis: Any, rows: list[harness.Row]) -> None:
-    """Draw what is sampled beside the densities."""
+    """Draw the samples next to the densities."""
     for line in list(axis.lines):
         line.set_marker("")
         options: Any = dict(bins=60, density=True, histtype="stepfilled", alpha=0.25)
@@ -125,7 +125,7 @@ def dots(axis: Any, rows: list[harness.Row]) -> None:
 
 
 def figure_6(out: Path) -> None:
-    """Compare MSEs of d = m = 64 frequencies over that of iid: lines in theory, dots measured.
+    """Compare MSEs of d = m = 64 frequencies relative to iid: lines in theory, dots measured.
 
     Not measured beyond v = 1.5: there rare draws make up the error, and 20,000 seldom hold one.
     """
@@ -154,8 +154,8 @@ def figure_7(out: Path) -> None:
 
     def measure(case):
         one = partial(error, coupling=couplings.get(case["coupling"]))
-        found = [harness.draws(partial(one, m=m), 200, batch_size=50) for m in sizes]
-        return np.stack(found, axis=-1)
+        values = [harness.draws(partial(one, m=m), 200, batch_size=50) for m in sizes]
+        return np.stack(values, axis=-1)
 
     names = ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf")
     rows = harness.sweep(harness.cases(coupling=names), measure, m=sizes)

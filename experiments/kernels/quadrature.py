@@ -12,7 +12,7 @@ for the Gaussian kernel, of lengthscale sqrt(d / 2) (gamma = 1 / d). The arc-cos
 modification (one rho for all vertices of a rule).
 
     figure_1   |K - K^|_F / |K|_F against n, with 95% confidence intervals over draws
-    figure_2   R^2 and accuracy of a linear SVM on the features against n, beside the exact kernel
+    figure_2   R^2 and accuracy of a linear SVM on the features against n, with the exact kernel
     figure_3   time of the explicit map against d: butterfly, and the dense product
 
 To a linear model (figure_2) half of the reflected arc-cosine features bring little: step(-u) =
@@ -21,7 +21,7 @@ To a linear model (figure_2) half of the reflected arc-cosine features bring lit
 Differences to the paper. Columns of tables are standardised and pixels scaled to [0, 1]; the paper
 gives neither. Of USPS the training images are read, of MNIST the test images. Fashion-MNIST and
 digits are further pictures. Points N(0, I) of the same d stand for CIFAR100 and LEUKEMIA. There H
-and Gort are left out besides QMC and GQ (a Haar matrix takes O(d^3); normal_7129 needs 11 GB
+and Gort are left out, like QMC and GQ (a Haar matrix takes O(d^3); normal_7129 needs 11 GB
 without); --methods adds them. --data_sets also accepts any csv file of the folder. The paper's
 Table 2 has 10 to 500 runs; here 2 to 500 (`RUNS`, or --runs). All n of a run come from one draw, by
 its first points, and all runs have the same data. B and H keep a negative constant
@@ -201,9 +201,9 @@ def frobenius_errors(x: jax.Array, keys: Key, name: str, kernel: str) -> jax.Arr
 
     def one(key: Key) -> jax.Array:
         single = singles(METHODS[name](key, RULES, d, reflect=reflect), name, reflect)
-        found = jax.lax.map(lambda rule: quadrature.gram(x, x, rule, kernel, **options), single)
+        grams = jax.lax.map(lambda rule: quadrature.gram(x, x, rule, kernel, **options), single)
         first = jnp.tril(jnp.ones((RULES, RULES))) / jnp.arange(1, RULES + 1)[:, None]
-        means = jnp.tensordot(first, found, axes=1, precision="highest")  # (n, N, N)
+        means = jnp.tensordot(first, grams, axes=1, precision="highest")  # (n, N, N)
         return jax.vmap(statistics.relative_error, (0, None))(means, gram)
 
     return jax.lax.map(one, keys)
@@ -258,7 +258,7 @@ def exact_features(train: jax.Array, test: jax.Array, kernel: str) -> list[np.nd
 
 @partial(jax.jit, static_argnames=("name", "kernel"))
 def mapped(x: jax.Array, key: Key, n: int, name: str, kernel: str) -> jax.Array:
-    """Return the features of n rules; the constant's sign does not matter beside an intercept."""
+    """Return the features of n rules; the constant's sign does not matter with an intercept."""
     d, reflect = x.shape[-1], not kernels.get(kernel).even
     rule = first(METHODS[name](key, RULES, d, reflect=reflect), name, n, reflect)
     return quadrature.feature_maps(x, rule, kernel, lengthscale=lengthscale(kernel, d))[0]
@@ -328,9 +328,9 @@ def swept(cases: list[harness.Row], measure: Any, y: str) -> list[harness.Row]:
     rows = []
     for row in harness.sweep(cases, measure, n=range(1, RULES + 1)):
         values = np.asarray(row["values"], np.float64)
-        own = {k: v for k, v in row.items() if k not in harness.ESTIMATE}
-        own |= zip((y, "95%"), statistics.interval(values), strict=True)
-        rows.append(own | ({"runs": len(values)} if y == "error" else {}))
+        line = {k: v for k, v in row.items() if k not in harness.ESTIMATE}
+        line |= zip((y, "95%"), statistics.interval(values), strict=True)
+        rows.append(line | ({"runs": len(values)} if y == "error" else {}))
     return rows
 
 
@@ -351,9 +351,9 @@ def main(
     """Print the tables.
 
     Args:
-        data_sets: names; those of the paper by default.
+        data_sets: names; by default the data sets of the paper.
         methods: methods of Fig. 1; by default all, and on random points those in O(d log d).
-        runs: draws in Figs 1 and 2; those of RUNS if 0.
+        runs: draws in Figs 1 and 2; by data set, as in `RUNS`, if 0.
         widths: dimensions in Fig. 3.
         repeats: repeats of each time in Fig. 3.
     """

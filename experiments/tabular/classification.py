@@ -8,18 +8,18 @@
     y'(x) = sum_i K(sigma x, sigma x_i) y_i / sum_i K(sigma x, sigma x_i),    the class its argmax
 
 with K the Gaussian kernel, exact or estimated by m positive features, and y_i one-hot. The settings
-are those of the authors' code (https://github.com/isaac-reid/simplex_random_features, example.py
-and data_loader.py): nominal columns are one-hot, 95% of the rows train and 5% test, in the order of
-NumPy's generator with seed 42; the training rows standardise. Sigma and the number of rows are
-listed, with the printed values, in simrf_tables.csv: their loader drops the last row of each file
-but nursery's. For another data set sigma is the best of Fig. 10, and all rows are used. The printed
-errors are those of 10,000 draws in Table 2 and of 4,000 in Table 3; the code has 500.
+follow the authors' code (https://github.com/isaac-reid/simplex_random_features,
+example.py and data_loader.py): nominal columns are one-hot, 95% of the rows train and 5% test, in
+the order of NumPy's generator with seed 42; the training rows standardise. Sigma and the number of
+rows are listed, with the printed values, in simrf_tables.csv: their loader drops the last row of
+each file but nursery's. For another data set sigma is the best of Fig. 10, and all rows are used.
+The printed errors are over 10,000 draws in Table 2 and 4,000 in Table 3; the code has 500.
 
     figure_10  sigma: accuracy on the last quarter of the training rows, fitted on the rest, of
                the exact kernel and of m = 10 d iid features, the mean of 10 draws; with sets of
                more than 10,000 rows on 100 rows, fitted on 1000
     figure_8   accuracy against m / d; one draw gives all m, by its first m frequencies
-    table_2    SimRF+ beside SimRF and ORF at m = d, with v_bar = mean |sigma (x + y)| over test
+    table_2    SimRF+, SimRF and ORF at m = d, with v_bar = mean |sigma (x + y)| over test
                points x and training points y
     table_3    fast rotations: inputs padded with zeros to d' = 2^k dimensions, m = d'
     splits     SimRF at m = d on other splits of the same rows, which no printed error covers: the
@@ -51,7 +51,7 @@ TEST_SHARE, SEED = 0.05, 42
 OTHER_SEEDS = range(40)
 """Seeds of the orders of other splits."""
 NOMINAL = ("chess_krkopt",)
-"""Data sets whose columns of numbers are nominal, too."""
+"""Data sets whose columns of numbers are also nominal."""
 FIGURE_8 = ("iid", "orf", "simrf")
 TABLES = {2: ("orf", "simrf", "simrf+"), 3: ("iid", "orf", "sorf", "simrf", "fast-simrf")}
 PRINTED = Path(__file__).parent / "simrf_tables.csv"
@@ -288,15 +288,15 @@ def figure_8(tuned: Sequence[Problem], draws: int, out: Path) -> str:
 def table_2(tuned: Sequence[Problem], draws: int, out: Path) -> str:
     """Compare SimRF+ with SimRF and ORF at m = d; the table has v_bar also."""
     v_bar = {of.name: of.sigma * float(cdist(of.test_x, -of.train_x).mean()) for of in tuned}
-    return beside_paper(2, tuned, draws, out, v_bar)
+    return with_paper(2, tuned, draws, out, v_bar)
 
 
 def table_3(tuned: Sequence[Problem], draws: int, out: Path) -> str:
     """Compare fast rotations with Haar ones at m = d', the next power of two."""
-    return beside_paper(3, [*map(padded, tuned)], draws, out, {})
+    return with_paper(3, [*map(padded, tuned)], draws, out, {})
 
 
-def beside_paper(
+def with_paper(
     number: int, tuned: Sequence[Problem], draws: int, out: Path, v_bar: Mapping[str, float]
 ) -> str:
     """Measure accuracies at m = d; the paper's stand below ours. All pairs are tested."""

@@ -9,13 +9,13 @@ With k d Fourier (2 k d Laplace) frequencies, k = 1 and 8, on the splits and wit
 `experiments.tabular.uci`, in the units of the targets:
 
     kernel RMSE   of the Gram matrix of the test points in one draw; targets standardised. The
-                  kernel ratio is its mean over that of iid frequencies (Table 1)
-    KL            KL(exact || approximate) of the predictive laws of the test values, over their
-                  number: the order and the scale that the paper's figures have
-    RMSE          of the predictive mean; the RMSE ratio is its mean over that of iid frequencies
-    NLL           negative log density of all test values, over their number
+                  kernel ratio is its mean over the mean of iid frequencies (Table 1)
+    KL            KL(exact || approximate) of the predictive distributions of the test values,
+                  divided by their number: the order and the scale of the paper's figures
+    RMSE          of the predictive mean; the RMSE ratio is relative to the mean of iid frequencies
+    NLL           negative log density of all test values, divided by their number
 
-gp.csv has means over splits of means over draws, ± one standard error over the splits, beside the
+gp.csv has means over splits of means over draws, ± one standard error over the splits, with the
 paper's values. These errors are too small: in nearly all splits the training points are the same.
 permutations.csv therefore has the same means for other orders of the rows, and their standard
 deviation, which is the error of one order.
@@ -27,7 +27,7 @@ same caution holds: they are for these training points.
 "exact" is the exact Gaussian process, "linear" ridge regression on the inputs.
 
 Fig. 1 (--figure=NAME, power_plant by default if it is there): one split, m from d to 32 d, and the
-KL of the priors besides. Writes gp, permutations, differences and figure_1 (csv, md, png) to --out.
+KL of the priors also. Writes gp, permutations, differences and figure_1 (csv, md, png) to --out.
 """
 
 import itertools
@@ -52,7 +52,7 @@ SCORES = ("kernel RMSE", "KL", "RMSE", "NLL", "prior KL")
 """The last axis of scores."""
 QUANTITIES = SCORES[:4]
 COLUMNS = ("kernel ratio", "kernel RMSE", "KL", "RMSE", "RMSE ratio", "NLL")
-"""Quantities of gp.csv, those of the paper."""
+"""Quantities of gp.csv, the same as in the paper."""
 CASE = "{data set}, {features}, m = {m}"
 FIGURES: harness.Figures = {
     "figure_1": dict(x="m", y={score: score for score in SCORES}, across=3, log="xy")
@@ -82,7 +82,7 @@ def gram(split: Split, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def exact(split: Split) -> gp.Gaussian:
-    """Return the exact law of the test values."""
+    """Return the exact distribution of the test values."""
     x, test_x, noise = split.x, split.test_x, split.scales.noise_scale
     f = gp.condition(
         gram(split, x, x), gram(split, test_x, x), gram(split, test_x, test_x), split.y, noise
@@ -90,10 +90,10 @@ def exact(split: Split) -> gp.Gaussian:
     return gp.observed(f, noise)
 
 
-def law_scores(law: gp.Gaussian, split: Split) -> list[jax.Array]:
-    """Return RMSE and NLL of a predictive law."""
-    rmse = jnp.sqrt(jnp.mean((law.mean - split.test_y) ** 2))
-    density = multivariate_normal.logpdf(split.test_y, *law)
+def predictive_scores(predicted: gp.Gaussian, split: Split) -> list[jax.Array]:
+    """Return RMSE and NLL of a predictive distribution."""
+    rmse = jnp.sqrt(jnp.mean((predicted.mean - split.test_y) ** 2))
+    density = multivariate_normal.logpdf(split.test_y, *predicted)
     return [rmse, jnp.negative(density) / len(split.test_y)]
 
 
@@ -105,14 +105,14 @@ def scores(
     options: Any = dict(lengthscale=lengthscale, output_scale=output_scale)
     points = (split.x, split.test_x)
     phi, test_phi = (kernel.feature_map(x, frequencies, **options) for x in points)
-    law = gp.observed(gp.condition_features(phi, test_phi, split.y, noise), noise)
+    predicted = gp.observed(gp.condition_features(phi, test_phi, split.y, noise), noise)
     test_gram, estimate = gram(split, split.test_x, split.test_x), test_phi @ test_phi.T
     count, zero = len(split.test_y), jnp.zeros_like(split.test_y)
     prior, approximate = (gp.observed(gp.Gaussian(zero, k), noise) for k in (test_gram, estimate))
     rmse = jnp.sqrt(jnp.mean((estimate - test_gram) ** 2))
-    divergence = gp.kl(reference, law) / count
+    divergence = gp.kl(reference, predicted) / count
     prior_kl = gp.kl(prior, approximate) / count
-    return jnp.stack([rmse, divergence, *law_scores(law, split), prior_kl])
+    return jnp.stack([rmse, divergence, *predictive_scores(predicted, split), prior_kl])
 
 
 @partial(jax.jit, static_argnames="kernel")
@@ -162,18 +162,18 @@ def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
 @jax.jit
 def exact_scores(stacked: Split) -> jax.Array:
     """Return RMSE and NLL of the exact Gaussian process, (s, 2)."""
-    return jax.lax.map(lambda split: jnp.stack(law_scores(exact(split), split)), stacked)
+    return jax.lax.map(lambda split: jnp.stack(predictive_scores(exact(split), split)), stacked)
 
 
 def baselines(splits: tabular.Split, stacked: Split) -> dict[str, np.ndarray]:
     """Return the exact Gaussian process and ridge regression, (s, scores)."""
-    laws = exact_scores(stacked)
+    scores = exact_scores(stacked)
     linear = [
         RidgeCV(np.logspace(-3, 3, 13)).fit(x, y).predict(test_x) - test_y
         for x, y, test_x, test_y in zip(*splits[:4], strict=True)
     ]
-    references = {"exact": np.zeros((len(laws), 5)), "linear": np.full((len(laws), 5), np.nan)}
-    references["exact"][:, 2:4] = laws
+    references = {"exact": np.zeros((len(scores), 5)), "linear": np.full((len(scores), 5), np.nan)}
+    references["exact"][:, 2:4] = scores
     references["linear"][:, 2] = np.sqrt(np.mean(np.square(linear), axis=1))
     return {name: in_units(values, splits.scale) for name, values in references.items()}
 
@@ -191,14 +191,13 @@ def rows_of(name: str, splits: tabular.Split, draws: int) -> list[harness.Row]:
         case = {"data set": name, "d": stacked.x.shape[-1], "features": scheme.name, "m": m}
         for coupling, values in (means | baselines(splits, stacked)).items():
             chosen = values[:, : len(QUANTITIES)]
-            own = case | {"coupling": coupling}
-            rows += harness.rows_of(own, chosen, quantity=QUANTITIES)
+            rows += harness.rows_of(case | {"coupling": coupling}, chosen, quantity=QUANTITIES)
         print(*case.values(), flush=True)
     return rows
 
 
 def ratios(rows: Sequence[harness.Row], quantity: str) -> list[harness.Row]:
-    """Return the means of a quantity over that of iid frequencies, as rows of their own."""
+    """Return new rows with the means of a quantity over the mean of iid frequencies."""
     chosen = [row for row in rows if row["quantity"] == quantity and row["coupling"] in uci.PAPER]
     word = quantity.replace("kernel RMSE", "kernel") + " ratio"
     return [
@@ -208,7 +207,7 @@ def ratios(rows: Sequence[harness.Row], quantity: str) -> list[harness.Row]:
 
 
 def with_ratios(rows: Sequence[harness.Row]) -> list[harness.Row]:
-    """Return the rows, and those of the two ratios of the paper."""
+    """Return the rows, with further rows for the two ratios of the paper."""
     return [*rows, *ratios(rows, "kernel RMSE"), *ratios(rows, "RMSE")]
 
 

@@ -1,7 +1,7 @@
 """Decay: a pair of tokens t >= s counts e^{a_(s+1) + ... + a_t} times, for log-decays a <= 0.
 
-A constant a = -slope is ALiBi (Press et al. 2022) or RetNet's decay (Sun et al. 2023); one that
-depends on the data is that of gated linear attention (Yang et al. 2024). Without causality the pair
+A constant a = -slope is ALiBi (Press et al. 2022) or RetNet's decay (Sun et al. 2023); a decay
+that depends on the data is gated linear attention (Yang et al. 2024). Without causality the pair
 s > t counts e^{a_(t+1) + ... + a_s} times.
 
 Within a chunk the sums are over the tokens between, never differences of longer sums: nothing

@@ -135,7 +135,7 @@ def performer_attention(
 ) -> Float[Array, "*b t n v"] | tuple[Float[Array, "*b t n v"], State | WindowState]:
     """Estimate softmax(scale q k^T) v by m random features, in O((t + s) m) time and memory.
 
-    Shapes are those of `jax.nn.dot_product_attention`. With a feature map that estimates softmax
+    Shapes are as in `jax.nn.dot_product_attention`. With a feature map that estimates softmax
     the output converges to it as m grows. With non-negative features the rows of the estimated
     attention matrix are non-negative and sum to 1 for any m. The backward pass computes features
     again, so its memory is linear. Gradients of any order, forward mode, `vmap`, `jax.checkpoint`
@@ -338,7 +338,7 @@ def attention_weights(
 ) -> Float[Array, "*b n t s"]:
     """Return the estimated attention matrix: `performer_attention` of unit values.
 
-    Time and memory are quadratic. `options` and errors are those of `performer_attention`.
+    Time and memory are quadratic. `options` and errors as in `performer_attention`.
 
     Raises:
         ValueError: for `initial_state`, `return_state` or `axis_name`: the columns are the keys of

@@ -38,12 +38,12 @@ INSTEAD = {
     "causal": "write is_causal=True",
     "local_window_size": "write exact_window=w, which computes near keys exactly and estimates the"
     " others",
-    "query_seq_lengths": "leave it out (every query has an output; ignore those of padding) and"
-    " pass key_value_seq_lengths for the keys",
+    "query_seq_lengths": "leave it out (every query has an output; ignore the outputs of padding)"
+    " and pass key_value_seq_lengths for the keys",
     "shift": "write calibration=performer.calibration.Calibration(shift=...), after the factor"
     " sqrt(scale)",
     "dropout_rate": "there are no attention weights to drop; put dropout after attention",
-    "num_features": "the number of features is that of the frequencies: draw more of them",
+    "num_features": "it is the number of the given frequencies: draw more of them",
     "coupling": "draw the frequencies: performer.couplings.get(coupling)(key, num_features,"
     " head_dim)",
 }
@@ -167,8 +167,8 @@ def with_one_batch_axis(tokens: Tokens) -> Tokens:
     if not (lead == of_key and h == width and of_value == [*lead, s, k]) or not k or n % k:
         raise ValueError(
             f"query has shape {shapes[0]}, key has {shapes[1]} and value has {shapes[2]}: batch and"
-            " head_dim must be the same, lengths and heads those of key for value, and the heads of"
-            " query a multiple of those of key"
+            " head_dim must be the same, value must have the length and the heads of key, and the"
+            " heads of query must be a multiple of the heads of key"
         )
     return Tokens(*(one_axis(x, axes) for x in tokens))
 
@@ -435,8 +435,7 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
     ),
     (
         lambda c: c.axis_name and c.is_causal and c.streams,
-        "states cannot be combined with axis_name in causal attention: they are those of one"
-        " device",
+        "states cannot be combined with axis_name in causal attention: they belong to one device",
     ),
 )
 """Condition on a call and message, in the order in which they are checked."""

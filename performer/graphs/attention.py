@@ -94,7 +94,7 @@ def masked_attention(
         frequencies: as in `performer_attention`.
         mask: estimate of `graph_random_features`, maybe with one modulation for each head
             (`features.modulate`), or a dense matrix (nodes, nodes) or (n, nodes, nodes).
-        key_mask: keys that exist, as the `mask` of `performer_attention`.
+        key_mask: keys that exist, like the `mask` of `performer_attention`.
         scale: factor on q.k; 1 / sqrt(h) if None.
         weights: as in `performer_attention`.
         calibration: as in `performer_attention`.

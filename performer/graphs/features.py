@@ -118,7 +118,8 @@ def graph_random_features(
     Args:
         key: random key; it decides the walks, whatever the kernel is.
         graph: the graph.
-        kernel: of `kernels`, as `kernels.Diffusion(sigma=1.0)`, or a function length -> (f_0, ...).
+        kernel: of `kernels`, such as `kernels.Diffusion(sigma=1.0)`, or a function
+            length -> (f_0, ...).
         num_walks: m, from each node.
         p_halt: probability to halt at each step; small for long walks and small errors.
         coupling: coupling of the lengths: "independent", "antithetic", "ensemble", or a function.

@@ -70,15 +70,15 @@ def condition(
     positive_number("output_scale", output_scale)
     arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(kernel))
     program = jax.jit(_condition) if arrays else _condition  # a user-defined kernel
-    law, residual = program(kernel, observed, nodes, y, noise_scale, output_scale, tolerance)
-    return _converged(law, residual, tolerance)
+    posterior, residual = program(kernel, observed, nodes, y, noise_scale, output_scale, tolerance)
+    return _converged(posterior, residual, tolerance)
 
 
 @jax.default_matmul_precision("highest")
 def _condition(
     kernel, observed, nodes, y, noise_scale, output_scale, tolerance
 ) -> tuple[Gaussian, Array]:
-    """Return the law, and the residual of the equations."""
+    """Return the posterior, and the residual of the equations."""
     one_hot = jnp.zeros((kernel.shape[0], len(nodes)), y.dtype)
     columns = kernel @ one_hot.at[nodes, jnp.arange(len(nodes))].set(1)  # (N, k)
     dtype = columns.dtype  # the wider of kernel and values
@@ -112,7 +112,7 @@ def sample(
         observed: nodes seen (n,), none for the prior.
         num_samples: number of samples.
 
-    The other arguments are those of `condition`.
+    The other arguments are as in `condition`.
 
     Raises:
         ValueError: as `condition`, and for a kernel of two ensembles, which is no covariance.
@@ -126,11 +126,11 @@ def sample(
         raise ValueError("sample needs a kernel of one ensemble: unbiased_diagonal=False")
     positive_number("noise_scale", noise_scale)
     positive_number("output_scale", output_scale)
-    law = noise_scale, output_scale, tolerance
+    settings = noise_scale, output_scale, tolerance
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((kernel, observed)))
     near = kernel if traced else _rows(kernel, observed)
     num_samples = positive_integer("num_samples", num_samples)
-    paths, residual = _sample(key, kernel, near, observed, y, *law, num_samples=num_samples)
+    paths, residual = _sample(key, kernel, near, observed, y, *settings, num_samples=num_samples)
     return _converged(paths, residual, tolerance)
 
 

@@ -13,10 +13,10 @@ the parameters of the kernel; `kernel.dense(graph)` returns K by the eigenvalues
     Resolvent               (I - U)^{-d} of the weights U themselves
     FromSeries              any sum_k c_k A^k
 
-All but `Resolvent` are functions of the normalised Laplacian L = I - A (VRC Table 5). Roots such as
-that of (1 - rho a)^{-d} have closed forms for every d, also odd ones, for which qGRF Eq. 44
-multiplies independent estimates. A node without edges has L_ii = 0: its regularised Laplacian and
-diffusion kernels are exactly 1 with itself and 0 with other nodes.
+All but `Resolvent` are functions of the normalised Laplacian L = I - A (VRC Table 5). Roots of
+series, for example of (1 - rho a)^{-d}, have closed forms for every d, also odd ones, for which
+qGRF Eq. 44 multiplies independent estimates. A node without edges has L_ii = 0: its regularised
+Laplacian and diffusion kernels are exactly 1 with itself and 0 with other nodes.
 
 The variance of an estimate is finite if sum_k f_k^2 rho(A)^{2k} / (1 - p_halt)^k is. The roots of
 `RandomWalk` with odd p and of `InverseCosine` decay only like a power of k: use a small p_halt, or

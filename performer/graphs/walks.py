@@ -2,14 +2,14 @@
 
 Walk k of node i makes `lengths[i, k]` steps; the joint law of these lengths is the coupling. A step
 goes to a neighbour, uniform or in proportion to the weights (qGRF Eq. 87). At each node it visits,
-a walk leaves a *load*, the factor beside f in VRC Eq. 50,
+a walk leaves a *load*, the factor of f in VRC Eq. 50,
 
     load = (product of the weights along the walk) / (probability of the walk up to the node),
 
-one for each prefix. A prefix of t steps has the probability (1 - p_halt)^t times that of its
-directions. The walks are distributed over *lanes* of about equal total length; a lane makes its
-walks in turn, and all lanes step at once, so that none waits for the longest walk. A draw is a
-function of key, walker and step alone, not of the lanes.
+one for each prefix. A prefix of t steps has the probability of its directions times (1 - p_halt)^t.
+The walks are distributed over *lanes* of about equal total length; a lane makes its walks in turn,
+and all lanes step at once, so that none waits for the longest walk. A draw is a function of key,
+walker and step alone, not of the lanes.
 """
 
 from dataclasses import dataclass, field
@@ -73,7 +73,7 @@ def sample(
         graph: the graph, whose weights the loads multiply.
         lengths: (num_nodes, num_walks), drawn by `couplings.lengths`; concrete without
             `max_steps`.
-        p_halt: parameter of the geometric law of each length.
+        p_halt: parameter of the geometric distribution of each length.
         steps: "uniform" over the neighbours, or "weighted", in proportion to the weights.
         max_steps: step at which longer walks are cut. The number of visits is then
             num_nodes * num_walks * (max_steps + 1), whatever the lengths are.
