@@ -31,6 +31,8 @@ KINDS = ("of keys", "causal", "of segments", "causal, of segments")
 """Masks that linear attention has, the simplest first."""
 TOLERANCE = {"float32": 1e-3, "float64": 1e-6}
 """Largest error of what was read out, relative to the largest output; 0.05 for narrower types."""
+SECOND = " (second reason)"
+"""End of the name of a line that has two reasons to stay exact."""
 EXAMPLES = 8
 """Examples held out, and as many of the others, whose queries and keys are kept."""
 
@@ -66,7 +68,7 @@ def observe(
             )
         for each in left_in(program):
             same = seen.left.get(each.line, (each.scope, each.reason))[1] == each.reason
-            seen.left[each.line if same else f"{each.line}, too"] = each.scope, each.reason
+            seen.left[each.line + SECOND * (not same)] = each.scope, each.reason
         both = {
             i: together(seen.records[i], new[i], len(places[i].lengths))
             for i in seen.records.keys() & new
@@ -86,8 +88,8 @@ def program_of(
 
     def of_arrays(*arrays: Any) -> Any:
         left = iter(arrays)
-        own = [next(left) if is_array else x for x, is_array in zip(leaves, given, strict=True)]
-        return function(*jax.tree.unflatten(tree, own))
+        both = [next(left) if is_array else x for x, is_array in zip(leaves, given, strict=True)]
+        return function(*jax.tree.unflatten(tree, both))
 
     arrays = [x for x, is_array in zip(leaves, given, strict=True) if is_array]
     program, result = traced(of_arrays, arrays)
@@ -117,12 +119,12 @@ def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]
         Unfit: with the reason why it stays exact.
     """
     lines = {
-        name.removesuffix(", too")
-        for name, (scope, _) in seen.left.items()
-        if "transpose(" in scope
+        name.removesuffix(SECOND) for name, (scope, _) in seen.left.items() if "transpose(" in scope
     }
     if any(seen.places[number].place.line in lines for number, _ in calls):
-        raise Unfit(READ_ELSEWHERE)  # a derivative computes the weights again, as of a checkpoint
+        raise Unfit(
+            READ_ELSEWHERE
+        )  # a derivative, for example of a checkpoint, computes them again
     records = [steps_of(seen, number)[step] for number, step in calls]
     record = reduce(together, records)
     if not np.isfinite(record["moments"]).all():
@@ -176,8 +178,8 @@ def examples(
         function, batches, lambda place: place.number in numbers, whole=True
     ):
         del program
-        own = (jax.tree.map(lambda x, i=step: x[i], seen[number]) for number, step in layer.calls)
-        parts += [Sample(**each["sample"]) for each in own]
+        calls = (jax.tree.map(lambda x, i=step: x[i], seen[number]) for number, step in layer.calls)
+        parts += [Sample(**each["sample"]) for each in calls]
     if layer.held_out.segments is None:
         parts = [part._replace(segments=None) for part in parts]
     return jax.tree.map(lambda *x: jnp.asarray(np.concatenate(x)), *parts)
@@ -198,7 +200,7 @@ def _observations(
     for number, arguments in enumerate(batches):
         if not isinstance(arguments, tuple | list):
             raise ValueError(
-                f"batches must be tuples of arguments, as (x,), and batch {number} is of type"
+                f"batches must be tuples of arguments, such as (x,), and batch {number} is of type"
                 f" {type(arguments).__name__}"
             )
         leaves, tree = jax.tree.flatten(tuple(arguments))
@@ -230,7 +232,7 @@ def _observed(
 
 
 class Read(NamedTuple):
-    """A place in the terms of `performer_attention`, as its values say."""
+    """A place in the terms of `performer_attention`, read from its values."""
 
     sample: Sample
     visible: Bool[Array, "b t s"]
@@ -242,20 +244,20 @@ class Read(NamedTuple):
 
 
 def read(values: Values, place: Place) -> Read:
-    """Measure a place; queries come as if the scale were 1 / sqrt(h)."""
+    """Measure a place; queries are multiplied as if the scale were 1 / sqrt(h)."""
     query, key, value = values.operands(place)
-    bias = values.scores(place, unfolded(0.0))
+    bias = values.scores(place, unfolded(0.0))  # (b, n, t, s)
     dtype = float32_or_wider(query, key)
     query, key, bias = (x.astype(dtype) for x in (query, key, bias))
     slope = (values.scores(place, unfolded(FILL)).astype(dtype) - bias) / FILL
     seen = bias > MASKED
-    scale = jnp.max(jnp.where(seen, slope, -jnp.inf), axis=(2, 3))
+    scale = jnp.max(jnp.where(seen, slope, -jnp.inf), axis=(2, 3))  # (b, n)
     scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
     bend = jnp.where(seen, jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None]), 0)
     affine = jnp.max(bend) <= 0.01 * jnp.nanmax(jnp.abs(scale))
     visible = jnp.any(seen, axis=1)
     queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
-    if visible.shape[1] == visible.shape[2]:  # a mask of keys: padding is no query, either
+    if visible.shape[1] == visible.shape[2]:  # with a mask of keys padding is no query
         of_keys = jnp.all(visible == visible[:, :1], axis=(1, 2))[:, None]
         queries &= keys | ~of_keys
     factor = jnp.nan_to_num(scale)[:, None, :, None] * query.shape[-1] ** 0.5
@@ -318,9 +320,9 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
 
 
 def _bend(values: Values, place: Place, bias: Array, scale: Array, times: float) -> Array:
-    """Largest error of the scale where scores are 64 times this, whatever those of the batch are.
+    """Largest error of the scale where all scores are 64 `times`, whatever the batch has.
 
-    A soft cap bends them.
+    A soft cap bends such scores.
     """
     dtype = values.program.ops[place.scores].equation.outvars[0].aval.dtype
     largest = jnp.finfo(dtype).max.astype(bias.dtype) / 16
@@ -373,7 +375,7 @@ def fits(visible: Bool[Array, "b t s"], kind: str) -> Bool[Array, ""]:
 def together(before: dict[str, Any], new: dict[str, Any], scans: int = 0) -> dict[str, Any]:
     """Records of two calls as one: sums, what must hold in both, the first examples.
 
-    The first `scans` axes are those of steps. Examples of another length are left out.
+    The first `scans` axes are the steps of scans. Examples of another length are left out.
     """
     sums = ("moments", "count", "batches", "slopes")
     facts = ("affine", "same heads", "alibi", "exact", "all keys", "kinds")
