@@ -13,8 +13,8 @@ the spans before it. The backward pass has two kernels: one goes forwards for th
 queries, L, a and the maxima c before each chunk, one backwards for the gradients of keys and
 values.
 
-Triton is the back end: it compiles for Ampere and Hopper, by JAX 0.10 to 0.12, and is interpreted on
-a CPU. What a move to Mosaic GPU would take stands in docs/developing.md.
+Triton is the back end: it compiles for Ampere and Hopper, by JAX 0.10 to 0.12, and is interpreted
+on a CPU. What a move to Mosaic GPU would take stands in docs/developing.md.
 """
 
 from collections.abc import Callable
