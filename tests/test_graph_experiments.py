@@ -151,7 +151,7 @@ def test_task_tables(tmp_path, monkeypatch):
         assert abs(float(rows[0][coupling]) - want) < 4 * error + 0.1 * want
     for row in rows:
         apart = float(row["antithetic"]) - float(row["independent"])
-        assert float(row["difference"]) == pytest.approx(apart, abs=1e-12)
+        assert float(row["difference"]) == pytest.approx(apart, abs=2e-7)  # seven digits
     assert 0 < float(rows[1]["independent"]) < 1
     assert 0 < float(rows[2]["antithetic"]) < 0.3
     assert "antithetic below independent in" in (tmp_path / "out" / "table_3.md").read_text()
