@@ -58,7 +58,7 @@ DRAWN = {
 
 
 def drawn(rows: list[harness.Row]) -> list[harness.Row]:
-    """Return the rows without a window; of more than eight schemes those of `DRAWN`."""
+    """Return the rows without a window, of more than eight schemes only those in `DRAWN`."""
     rows = [row for row in rows if row["kind"] in data.DATA and not row.get("exact window")]
     schemes = [(row["coupling"], row["calibration"]) for row in rows]
     names = [f"{name}, {how}" if how not in ("", "none") else name for name, how in schemes]

@@ -11,7 +11,7 @@ frequencies.
 
 `attention`: see `experiments.speed.attention`. With --quick all lengths are a 16th, a trial run
 whose numbers mean nothing. With --lengths, values against float64, then times by the number of
-tokens beside exact and cuDNN's attention, for the first ten minutes on a device:
+tokens with exact and cuDNN's attention, for the first ten minutes on a device:
 `experiments.speed.lengths`.
 
 `vit`: a training step of a ViT-Ti, on a GPU or TPU ViT-B, with softmax, random features, and these

@@ -4,8 +4,8 @@
 
 Each item of the four papers is a number of comparisons, of which some agree:
 
-    printed   our mean and the printed one are within two joint standard errors, half a unit of the
-              last printed digit besides
+    printed   our mean and the printed one are within two joint standard errors and half a unit of
+              the last printed digit
     order     the paper's order of two couplings is not contradicted: the mean of the lower one is
               above the other by at most two joint standard errors. The order is shown where it is
               below by more than two
@@ -71,7 +71,7 @@ def order(
     """Compare each line with the next, which should not be above it.
 
     Args:
-        rows: those of a csv.
+        rows: rows of a csv.
         case: template of the cases.
         value: column of the means.
         lines: from the highest to the lowest.
@@ -80,10 +80,12 @@ def order(
         sign: -1 if larger values are better: `lines` are then from the lowest to the highest.
     """
     for group in harness.grouped(rows, case).values():
-        own = {row[line]: (sign * row[value], row.get(error or f"{value} ±") or 0) for row in group}
+        means = {
+            row[line]: (sign * row[value], row.get(error or f"{value} ±") or 0) for row in group
+        }
         for higher, lower in itertools.pairwise(lines):
-            if {higher, lower} <= own.keys():
-                (high, first), (low, second) = own[higher], own[lower]
+            if {higher, lower} <= means.keys():
+                (high, first), (low, second) = means[higher], means[lower]
                 yield float((high - low) / max(np.hypot(first, second), 1e-12))
 
 
@@ -119,7 +121,7 @@ def qgrf_table(number: int) -> Agreement:
 
 
 def smaller_sigma() -> Agreement:
-    """Compare the best sigma of random features with that of the exact kernel, SimRF Fig. 10."""
+    """Compare the best sigma of random features and of the exact kernel, SimRF Fig. 10."""
     for row in rows_of("tabular/classification/sigma"):
         yield row["best sigma, iid"] <= row["best sigma, exact"]
 

@@ -268,7 +268,7 @@ def figure(
     ]
     rows = change(rows)
     ys = dict(y) if isinstance(y, Mapping) else {y: ""}
-    panels = [(title, here, key) for title, here in grouped(rows, panel).items() for key in ys]
+    panels = [(title, group, key) for title, group in grouped(rows, panel).items() for key in ys]
     across = min(len(panels), across)
     down = -(-len(panels) // across)
     size = 5.5 if across == 1 else 7.4, down * (high or (3.2, 2.5, 2.1, 1.8)[min(across, 4) - 1])
@@ -278,14 +278,14 @@ def figure(
         styles = styles_of(grouped(rows, line))
         for axis in axes.flat[len(panels) :]:
             axis.set_axis_off()
-        for axis, (title, here, key) in zip(axes.flat, panels, strict=False):
-            here = [row for row in here if row[key] != ""]
-            lines_of(axis, here, x, key, error or f"{key} ±", line, styles)
+        for axis, (title, group, key) in zip(axes.flat, panels, strict=False):
+            group = [row for row in group if row[key] != ""]
+            lines_of(axis, group, x, key, error or f"{key} ±", line, styles)
             for side in log:
-                logarithmic(axis, side, [row[x] for row in here if side == "x" and row[x] != ""])
+                logarithmic(axis, side, [row[x] for row in group if side == "x" and row[x] != ""])
             axis.set(**{"title": title, "ylabel": ys[key]} | axis_options)
             if finish:
-                finish(axis, here)
+                finish(axis, group)
         xlabel = xlabel or ("m (features)" if x == "m" else "" if "{" in x else x)
         for axis in axes.flat[max(len(panels) - across, 0) : len(panels)]:  # lowest of a column
             axis.set_xlabel(xlabel)
@@ -313,17 +313,17 @@ def styles_of(lines: Iterable[str]) -> dict[str, Row]:
 def logarithmic(axis: Any, side: str, sizes: Sequence[float]) -> None:
     """Make the axis x or y logarithmic, with ticks at the sizes or at plain decimals."""
     axis.set(**{f"{side}scale": "log"})
-    of = getattr(axis, f"{side}axis")
+    scale = getattr(axis, f"{side}axis")
     if 0 < len(set(sizes)) < 9:
-        of.set_ticks(sorted(set(sizes)), [f"{size:,.10g}" for size in sorted(set(sizes))])
+        scale.set_ticks(sorted(set(sizes)), [f"{size:,.10g}" for size in sorted(set(sizes))])
     else:
-        low, high = of.get_view_interval()
+        low, high = scale.get_view_interval()
         subs = {5: (1, 1.5, 2, 3, 5, 7), 30: (1, 2, 5), 500: (1, 3)}
         steps = next((steps for span, steps in subs.items() if high < span * low), (1,))
-        of.set_major_locator(LogLocator(subs=steps))
-        of.set_major_formatter("{x:,.6g}")
-    of.set_minor_formatter(NullFormatter())
-    of.set_tick_params(which="minor", length=0)
+        scale.set_major_locator(LogLocator(subs=steps))
+        scale.set_major_formatter("{x:,.6g}")
+    scale.set_minor_formatter(NullFormatter())
+    scale.set_tick_params(which="minor", length=0)
 
 
 def legend(drawn: Any, axes: Any) -> None:
@@ -342,34 +342,34 @@ def legend(drawn: Any, axes: Any) -> None:
 def lines_of(
     axis: Any, rows: list[Row], x: str, y: str, error: str, line: str, styles: Mapping[str, Row]
 ) -> None:
-    """Draw lines with bands of their errors; at texts of x estimates, the paper's as diamonds.
+    """Draw lines with bands of their errors; for a template x points, the paper's as diamonds.
 
     A row without x is a baseline, a horizontal line.
     """
-    places, names = list(grouped(rows, x)) if "{" in x else [], list(styles)
-    for name, own in grouped(rows, line).items():
-        estimates = [(row[y], row.get(error) or 0.0) for row in own]
-        if not places and own[0][x] == "":
-            axis.axhline(own[0][y], label=name, **styles[name])
+    texts, names = list(grouped(rows, x)) if "{" in x else [], list(styles)
+    for name, series in grouped(rows, line).items():
+        estimates = [(row[y], row.get(error) or 0.0) for row in series]
+        if not texts and series[0][x] == "":
+            axis.axhline(series[0][y], label=name, **styles[name])
             continue
-        if not places:
-            at, (means, errors) = [row[x] for row in own], np.asarray(estimates, float).T
+        if not texts:
+            at, (means, errors) = [row[x] for row in series], np.asarray(estimates, float).T
             axis.plot(at, means, marker="o", label=name, **styles[name])
             shade: Row = dict(color=styles[name]["color"], alpha=0.2, linewidth=0)
             axis.fill_between(at, means - errors, means + errors, **shade)
             continue
         shift = 0.6 * ((names.index(name) + 0.5) / len(names) - 0.5) * (line != x)
-        at = [places.index(x.format_map(row)) + shift for row in own]
+        at = [texts.index(x.format_map(row)) + shift for row in series]
         color = styles[name]["color"]
         label = None if line == x else name
         axis.errorbar(at, *zip(*estimates, strict=True), fmt="o", label=label, color=color)
-        theirs = [row.get("paper") or np.nan for row in own]
+        theirs = [row.get("paper") or np.nan for row in series]
         paper = f"{name}, paper" if np.isfinite(theirs).any() else None
         axis.plot(at, theirs, "D", color=color, markerfacecolor="none", label=paper)
-    if places:
-        long = max(map(len, places)) > 4
+    if texts:
+        long = max(map(len, texts)) > 4
         axis.set_xticks(
-            range(len(places)), places, rotation=30 * long, ha="right" if long else "center"
+            range(len(texts)), texts, rotation=30 * long, ha="right" if long else "center"
         )
 
 

@@ -4,8 +4,7 @@ m = 128 frequencies, heads of width 64. A pass is the output ("forward") or the 
 gradients with respect to query, key and value ("forward + backward"): one compiled program, made in
 the same way for every implementation of `experiments.speed.baselines`, and timed as
 `experiments.common.timing` says. A ratio of times comes twice: wall time, and time of all threads
-on the CPU. Passes are in float32 with batch 1. `experiments.speed.lengths` has those of a GPU or
-TPU.
+on the CPU. Passes are in float32 with batch 1. `experiments.speed.lengths` measures a GPU or TPU.
 """
 
 import itertools
