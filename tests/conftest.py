@@ -139,7 +139,7 @@ def _optimised(request):
 @pytest.fixture
 def tiny(monkeypatch):
     """The variant XS shrunk to two layers of width 16."""
-    from tests.small import TINY
+    from tests.support.small import TINY
     from vit import config
 
     monkeypatch.setitem(config.SIZES, "XS", TINY)
@@ -151,7 +151,7 @@ def digits_run(tmp_path_factory, plot_learning_curve):
 
     Its variant XS is SHALLOW; tests leave the folder as it is.
     """
-    from tests.small import SHALLOW, TRAINED
+    from tests.support.small import SHALLOW, TRAINED
     from vit import config, train
     from vit.reports import metrics
 

@@ -1,0 +1,163 @@
+"""performer_attention with exact near keys, decay and log-weights of keys.
+
+`test_attention_options` crosses them with every other option. Here is what stands beside that:
+softmax attention, unbiasedness, long streams and extremes, against a float64 oracle.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from performer import performer_attention
+from performer.attention import decay
+from performer.attention.state import State, combine
+from performer.testing import reference_attention
+from tests.support.attention_inputs import SLOPES, M, close, far_apart, inputs
+from tests.support.tiers import tiers
+
+
+def test_the_kernel_estimate_is_unbiased():
+    """Of each far pair, beside a near key that is exact: six comparisons at 1e-4 together.
+
+    4,000 draws of 12 frequencies know each mean to 1 to 3 percent; the far part counted twice, or
+    m times, is off by a factor.
+    """
+    query, key, _, _ = inputs(b=1, t=8, n=1, k=1, scale=0.6)
+    draws = jax.random.normal(jax.random.key(0), (4000, M, key.shape[-1]))
+
+    @jax.jit
+    @jax.vmap
+    def matrix(frequencies):
+        value = jnp.eye(8)[None, :, None]
+        output = performer_attention(query, key, value, frequencies, is_causal=True, exact_window=2)
+        return output[0, :, 0]
+
+    rows = np.asarray(matrix(draws), np.float64)
+    logits = np.asarray(query[0, :, 0] @ key[0, :, 0].T, np.float64) / key.shape[-1] ** 0.5
+    for i, j in [(4, 0), (5, 1), (6, 0), (6, 3), (7, 2), (7, 3)]:
+        ratios = rows[:, i, j] / rows[:, i, i]
+        z = (ratios.mean() - np.exp(logits[i, j] - logits[i, i])) / stats.sem(ratios)
+        assert abs(z) < stats.norm.isf(1e-4 / 6 / 2), (i, j, z)
+
+
+@pytest.mark.thorough
+def test_gradients_beside_exact_keys():
+    """Gradients for a constant choice: central differences in float64."""
+    with jax.enable_x64(True):
+        tokens = [jnp.asarray(x, jnp.float64) for x in inputs()]
+        ways = [jnp.asarray(x, jnp.float64) for x in inputs(seed=1)]
+
+        def loss(step):
+            moved = (x + step * y for x, y in zip(tokens, ways, strict=True))
+            return jnp.sum(performer_attention(*moved, exact_keys=3, exact_rows=1) ** 2)
+
+        want = (loss(1e-5) - loss(-1e-5)) / 2e-5
+        np.testing.assert_allclose(jax.grad(loss)(0.0), want, rtol=1e-7)
+
+
+@pytest.mark.parametrize("rate", [0.003, 0.5])
+def test_a_million_tokens_lose_no_digit(rate):
+    """The state of keys that are alike: the sums of a geometric series, after 10^6 steps.
+
+    A sum of the 1 / rate keys that count is rounded by as many halves of a unit, so is this one:
+    the tokens before add nothing. The rates are no powers of 2: decay that is added to the maxima
+    alone is off by 7e-5 here. The first key weighs e^99 times as much as the others; where the
+    maxima forget nothing, those are 0.
+    """
+    one = State(jnp.full((1, 4), 0.7), jnp.ones((1, 4)), jnp.ones((1, 4, 2)))
+    heavy = one._replace(maximum=one.maximum + 99)
+
+    def step(_, state):
+        faded = decay.faded(state, jnp.array([-rate], jnp.float32))
+        return combine(faded, one)
+
+    state = jax.jit(lambda x: jax.lax.fori_loop(0, 10**6, step, x))(heavy)
+    size = np.asarray(state.normaliser, np.float64) * np.exp(np.asarray(state.maximum, np.float64))
+    rate = float(np.float32(rate))
+    np.testing.assert_allclose(size, np.exp(0.7) / -np.expm1(-rate), rtol=2**-24 / rate + 1e-6)
+    np.testing.assert_allclose(state.numerator[..., 0], state.normaliser, rtol=1e-5)
+
+
+# Extremes
+
+
+IDS = np.repeat([[0, 1, 2]], [5, 1, 8], axis=1).repeat(2, axis=0)
+
+
+@pytest.mark.parametrize("case", tiers(["packed log-weights", "alibi", "log-weights", "elu+1"], 1))
+def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
+    """Within the first-order bound of float32 up to norms where the default loses rows."""
+    given = dict(is_causal=True)
+    if "packed" in case:
+        given = dict(segment_ids=IDS)
+    if "log-weights" in case:
+        rng = np.random.default_rng(7)
+        log_weights = 100 * rng.standard_normal((2, 14, 4)).astype(np.float32)
+        log_weights[0, 3:6, 0] = -np.inf
+        given["key_log_weights"] = log_weights
+    elif case == "alibi":
+        given["alibi_slopes"] = SLOPES
+    else:
+        given["feature_map"] = case
+    ratios = {"robust": [], None: []}
+    for norm in (1.0, 20.0, 60.0, 1e3):
+        tokens = far_apart(norm)
+        want, bound = reference_attention(*tokens, scale=1.0, with_bound=True, **given)
+        for implementation, of_norms in ratios.items():
+            got = performer_attention(*tokens, implementation=implementation, scale=1.0, **given)
+            error = np.abs(got - want).max(axis=-1)
+            of_norms.append((error / (2.0**-24 * bound + 1e-30)).max())
+    assert max(ratios["robust"]) < 4
+    assert "log-weights" in case or ratios[None][0] < 4
+    assert case == "elu+1" or max(ratios[None][1:]) > 100  # what it is for
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "is_causal"),
+    tiers([("positive", True), ("relu", True), ("positive", False)], 1),
+)
+def test_huge_log_weights(feature_map, is_causal, small_chunks):
+    """A key that outweighs all others is all that counts where it is seen; alone, any counts."""
+    query, key, value, frequencies = inputs(t=9)
+    frequencies, query, key = (jnp.abs(x) for x in (frequencies, query, key))  # relu: no zeros
+    attend = partial(performer_attention, is_causal=is_causal, feature_map=feature_map)
+    for of_one, of_others in [(1e4, 0.0), (0.0, -1e4), (1e4, -1e4), (-1e30, -np.inf)]:
+        log_weights = np.where(np.arange(9) == 4, of_one, of_others).astype(np.float32)
+        got = attend(query, key, value, frequencies, key_log_weights=log_weights)
+        one = np.repeat(np.broadcast_to(value[:, 4:5], value.shape), 2, axis=2)
+        close(got[:, 4:], one[:, 4:])
+        if is_causal and of_others > -np.inf:
+            before = attend(*(x[:, :4] for x in (query, key, value)), frequencies)
+            close(got[:, :4], before, 1e-3)  # e^1e4 times a key: float32 knows 1e4 to 1e-3
+        elif is_causal:
+            np.testing.assert_array_equal(got[:, :4], 0)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_without_features_a_window_is_softmax_of_its_pairs(is_causal):
+    """In float64; streamed in two pieces if causal; gradients are finite."""
+    query, key, value, _ = inputs(t=12, s=12)
+    options: dict = dict(is_causal=is_causal, exact_window=3, exact_first=1)
+    chunk = np.arange(12) // 3
+    near = (abs(chunk[:, None] - chunk) <= 1) | (np.arange(12) < 1)
+    near &= np.tri(12, dtype=bool) if is_causal else True
+    q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
+    k, v = (np.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    logits = np.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
+    weights = np.where(near, np.exp(logits - logits.max(-1, keepdims=True)), 0)
+    want = np.einsum("bnts,bsnv->btnv", weights / weights.sum(-1, keepdims=True), v)
+    attend = partial(performer_attention, **options)
+    close(attend(query, key, value, None), want)
+    slope = jax.grad(lambda q: jnp.sum(attend(q, key, value, None) ** 2))(query)
+    assert np.isfinite(slope).all()
+    if is_causal:
+        halves = zip(*(jnp.split(x, 2, axis=1) for x in (query, key, value)), strict=True)
+        outputs, state = [], None
+        for tokens in halves:
+            output, state = attend(*tokens, None, initial_state=state, return_state=True)
+            outputs.append(output)
+        close(jnp.concatenate(outputs, axis=1), want)

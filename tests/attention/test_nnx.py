@@ -1,0 +1,185 @@
+"""PerformerAttention inside nnx.MultiHeadAttention."""
+
+import itertools
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import performer
+from performer import performer_attention
+from performer.nnx import PerformerAttention, redraw
+from tests.support.tiers import tiers
+
+
+def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=None, **kwargs):
+    rngs = nnx.Rngs(params=0, frequencies=1, dropout=2)
+    attention_fn = PerformerAttention(
+        16, 4, coupling=coupling, num_heads=num_heads, **options or {}, rngs=rngs
+    )
+    return nnx.MultiHeadAttention(
+        num_heads=2,
+        in_features=8,
+        attention_fn=attention_fn,
+        dropout_rate=dropout_rate,
+        rngs=rngs,
+        **kwargs,
+    )
+
+
+X = jax.random.normal(jax.random.key(0), (3, 5, 8))
+
+
+WINDOW: dict = dict(exact_window=2, exact_first=1)
+SLOPES: dict = dict(alibi_slopes=np.array([0.5, 0.125]))
+PLACES = WINDOW | SLOPES
+OF_FOUR = WINDOW | dict(alibi_slopes=np.array([0.5, 0.125, 0.0, 2.0]))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("options", [OF_FOUR, dict(feature_map="hyperbolic")])
+def test_options_are_those_of_the_operator(options, is_causal):
+    """Of grouped heads; later tokens change nothing that is causal."""
+    rngs = nnx.Rngs(params=0, frequencies=1)
+    attention_fn = PerformerAttention(16, 4, coupling="pm", num_heads=2, **options, rngs=rngs)
+    module = nnx.MultiHeadAttention(
+        4, 16, num_kv_heads=2, attention_fn=attention_fn, decode=False, rngs=rngs
+    )
+    x = jax.random.normal(jax.random.key(1), (3, 7, 16))
+    heads, W = [f(x) for f in (module.query, module.key, module.value)], attention_fn.frequencies
+    attend = partial(performer_attention, *heads, W[...], is_causal=is_causal)
+    got = module(x, is_causal=is_causal)
+    np.testing.assert_allclose(got, module.out(attend(**options)), atol=1e-6)
+    assert not np.allclose(got, module.out(attend()), atol=1e-3)
+    if is_causal:
+        changed = module(x.at[:, 4:].set(0), is_causal=True)
+        np.testing.assert_array_equal(changed[:, :4], got[:, :4])
+
+
+@pytest.mark.parametrize("options", tiers([PLACES, {}], 1))
+def test_decoding_is_causal_attention(options):
+    """Token by token through Flax's cache, whose keys after the token do not exist; weights too."""
+    module = layer(options=options, decode=True)
+    module.init_cache(X.shape)
+    step = nnx.jit(lambda module, x: module(x, sow_weights=True))
+    steps, rows = [], []
+    for i in range(X.shape[1]):
+        steps.append(step(module, X[:, i : i + 1]))
+        rows.append(nnx.pop(module, nnx.Intermediate)["attention_weights"].get_value()[0])
+    want = module(X, decode=False, is_causal=True, sow_weights=True)
+    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), want, atol=1e-5)
+    (matrix,) = nnx.state(module, nnx.Intermediate)["attention_weights"].get_value()
+    np.testing.assert_allclose(jnp.concatenate(rows, axis=2), matrix, atol=1e-5)
+
+
+def two_layers(redraw_every):
+    rngs = nnx.Rngs(params=0, frequencies=1)
+    return nnx.List(
+        PerformerAttention(16, 4, num_heads=2, redraw_every=redraw_every, rngs=rngs)
+        for _ in range(2)
+    )
+
+
+def test_redraw_every_so_many_steps():
+    """From key and step alone, one trace for all steps, layers apart, and only when due."""
+    traces = []
+
+    @jax.jit
+    def draws(key, step, state):
+        traces.append(None)
+        model = nnx.merge(graph, state)
+        redraw(key, model, step)
+        return nnx.state(model)
+
+    graph, state = nnx.split(two_layers(3))
+    first = jax.tree.leaves(state)
+    history, key = [first], jax.random.key(5)
+    for step in range(7):
+        state = draws(key, step, state)
+        history.append(jax.tree.leaves(state))
+    assert len(traces) == 1
+    changes = [
+        not all(np.array_equal(a, b) for a, b in zip(old, new, strict=True))
+        for old, new in itertools.pairwise(history)
+    ]
+    assert changes == [False, False, False, True, False, False, True]
+    one, two = history[-1]
+    assert not np.allclose(one, two)
+    assert not np.allclose(one[0], one[1])
+    # A run resumed at step 6 from any earlier state draws the same.
+    resumed = jax.tree.leaves(draws(key, 6, nnx.state(two_layers(3))))
+    chex.assert_trees_all_equal(resumed, history[-1])
+    fold_in = jax.random.fold_in
+    want = performer.couplings.draw(fold_in(fold_in(key, 0), 6), "pm-antithetic", 16, 4, 2)
+    np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
+    model = two_layers(0)  # draws nothing
+    before = jax.tree.leaves(nnx.state(model))
+    redraw(key, model, 10)
+    chex.assert_trees_all_equal(jax.tree.leaves(nnx.state(model)), before)
+
+
+def calibrated(num_heads: int | None = 2, method="full", **kwargs):
+    rngs = nnx.Rngs(params=0, frequencies=1)
+    attention_fn = PerformerAttention(
+        16, 4, coupling="orf", num_heads=num_heads, calibration=method, rngs=rngs, **kwargs
+    )
+    return nnx.MultiHeadAttention(
+        num_heads=2, in_features=8, attention_fn=attention_fn, decode=False, rngs=rngs
+    )
+
+
+def test_calibrated_causal_attention_does_not_see_the_future_in_training():
+    """Not even through its statistics: they are used from the next call on."""
+    one, two = calibrated(), calibrated()
+    for module in (one, two):
+        module(X, is_causal=True)
+    changed = X.at[:, 3:].add(2.0)
+    outputs = one(X, is_causal=True), two(changed, is_causal=True)
+    np.testing.assert_array_equal(outputs[0][:, :3], outputs[1][:, :3])
+
+
+VALID = jnp.arange(5) < jnp.array([5, 3])[:, None]
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (nnx.make_attention_mask(VALID, VALID), {"mask": VALID[:, None, None]}),
+        (nnx.make_causal_mask(VALID), {"is_causal": True}),
+        (
+            nnx.combine_masks(nnx.make_causal_mask(VALID), nnx.make_attention_mask(VALID, VALID)),
+            {"mask": VALID[:, None, None], "is_causal": True},
+        ),
+    ],
+    ids=["padding", "causal", "both"],
+)
+def test_masks_of_flax_over_pairs(mask, options):
+    """Read where their values are known; traced, the error says what to write."""
+    attention = PerformerAttention(6, 4, num_heads=2, rngs=nnx.Rngs(0))
+    tokens = jax.random.normal(jax.random.key(1), (3, 2, 5, 2, 4))
+    want = attention(*tokens, **options)
+    np.testing.assert_array_equal(attention(*tokens, mask=mask), want)
+    with pytest.raises(ValueError, match=r"For padding pass valid\[:, None, None, :\]"):
+        nnx.jit(lambda attention, mask: attention(*tokens, mask=mask))(attention, mask)
+    with pytest.raises(ValueError, match="honours masks over keys only"):
+        attention(*tokens, mask=mask.at[0, 0, 0, 0].set(0).at[0, 0, 1, 2].set(1))
+
+
+def test_a_mask_that_is_added_to_logits_is_refused():
+    """Its zeros are pairs that exist: as a mask it would be read the wrong way round."""
+    attention = PerformerAttention(6, 4, num_heads=2, rngs=nnx.Rngs(0))
+    tokens = jax.random.normal(jax.random.key(1), (3, 2, 5, 2, 4))
+    added = jnp.where(VALID[:, None, None], 0.0, -1e9)
+    for mask in (added, jnp.broadcast_to(added, (2, 1, 5, 5))):
+        with pytest.raises(ValueError, match="key_log_weights|honours masks over keys only"):
+            attention(*tokens, mask=mask)
+
+
+def test_the_layer_is_named_where_people_look():
+    with pytest.raises(AttributeError, match="performer.nnx.PerformerAttention"):
+        performer.PerformerAttention  # noqa: B018

@@ -1,0 +1,230 @@
+"""Attention transfer: its losses, what it holds out, and that it helps where it was not trained."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from performer import calibration, couplings
+from performer.attention import Exact, attention_weights
+from performer.refinement import (
+    LEARNED,
+    START,
+    Far,
+    Linear,
+    Sample,
+    absorbed,
+    calibrated_far,
+    divergence,
+    learned_estimate,
+    performer_estimate,
+    positive_estimate,
+    refine_far,
+    softmax_attention,
+    squared,
+    transfer,
+)
+from tests.support.tiers import tiers
+
+STRETCH = np.array([2.0, 1.5, 0.1, 0.1])
+
+
+ESTIMATE = jax.jit(learned_estimate, static_argnums=3)
+
+
+def sample(number, seed=0, is_padded=False):
+    tokens = np.random.default_rng(seed).normal(size=(2, number, 9, 2, 4))
+    exists = np.arange(9) < (np.array([9, 5])[np.arange(number) % 2, None] if is_padded else 9)
+    exists = jnp.asarray(np.broadcast_to(exists, (number, 9)))
+    return Sample(*(jnp.asarray(STRETCH * x, jnp.float32) for x in tokens), exists, exists)
+
+
+@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
+def test_the_losses_are_those_of_the_equations(is_causal):
+    """In NumPy, query by query, over what exists."""
+    of = sample(2, is_padded=True)
+    frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
+    pairs = of.pairs(is_causal)
+
+    @jax.jit
+    def computed(of):
+        exact = softmax_attention(of, is_causal)
+        estimate = performer_estimate(frequencies, Linear(frequencies), of, is_causal)
+        losses = [loss(estimate, exact, pairs) for loss in (squared, divergence)]
+        return exact, estimate, *losses
+
+    exact, estimate, square, entropy = map(np.asarray, computed(of))
+    of = jax.tree.map(np.asarray, of)
+    squares, sizes, divergences, rows = np.zeros(2), np.zeros(2), np.zeros(2), 0
+    for b, i in np.argwhere(np.asarray(of.queries)):
+        seen = np.asarray(of.keys[b]) & (np.arange(9) <= i if is_causal else True)
+        rows += 1
+        for head in range(2):
+            logits = of.key[b, seen, head].astype(float) @ of.query[b, i, head] / 2
+            row = np.exp(logits - logits.max())
+            row /= row.sum()
+            np.testing.assert_allclose(exact[b, head, i, seen], row, rtol=1e-5)
+            assert not exact[b, head, i, ~seen].any()
+            other = estimate[b, head, i, seen].astype(float)
+            squares[head] += ((other - row) ** 2).sum()
+            sizes[head] += (row**2).sum()
+            divergences[head] += (row * np.log(row / other)).sum()
+    np.testing.assert_allclose(square, squares / sizes, rtol=1e-4)
+    np.testing.assert_allclose(entropy, divergences / rows, rtol=1e-4)
+
+
+@pytest.mark.thorough
+def test_refining_lowers_the_error():
+    """On other examples than those it was done with; in two of four directions, few features."""
+    seen, unseen = sample(64), sample(16, seed=2)
+    fitted = calibration.calibrate(*seen[:2])
+    frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
+    attention = Linear(frequencies, fitted)
+    fixed = fitted, Exact()
+    refined = transfer(positive_estimate, frequencies, fixed, seen, steps=100)
+
+    def error(frequencies):
+        estimate = performer_estimate(frequencies, attention, unseen)
+        return squared(estimate, softmax_attention(unseen), unseen.pairs(False))
+
+    assert np.all(error(refined) < 0.7 * error(frequencies))
+
+
+def test_what_gets_worse_where_it_is_held_out_is_not_kept():
+    """At a rate at which everything gets worse, all stays as it was, bit for bit."""
+    frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
+    options = dict(steps=40, rate=1e3)
+    refined = transfer(positive_estimate, frequencies, (None, Exact()), sample(16), **options)
+    np.testing.assert_array_equal(refined, frequencies)
+
+
+FAR = Far(
+    *(
+        jnp.asarray(np.random.default_rng(i).normal(size=shape), jnp.float32)
+        for i, shape in enumerate([(2, 6, 4), (2, 6, 4), (2, 6), (2,)])
+    )
+)
+
+
+@pytest.mark.parametrize(("window", "first"), tiers([(3, 1), (1, 2), (0, 0)], 0))
+@pytest.mark.parametrize("is_causal", tiers([True, False], 1))
+def test_a_hybrid_in_numpy(window, first, is_causal):
+    """Pair by pair, in float64: e^{q.k} near by, sums of features elsewhere; grouped heads."""
+    query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
+    of = sample(2, is_padded=True)._replace(query=query)
+    shift = jax.random.normal(jax.random.key(4), (2, 4))
+    fixed = calibration.Calibration(shift=shift), Exact(window, first)
+    got = np.asarray(ESTIMATE(FAR, fixed, of, is_causal))
+    w, u, bias, weight = (np.asarray(x, np.float64) for x in FAR)
+    for b, n, i in np.argwhere(np.broadcast_to(of.queries[:, None], (2, 4, 9))):
+        head, row = n // 2, np.zeros(9)
+        q = np.asarray(query[b, i, n], np.float64) / 2**0.5
+        for j in np.flatnonzero(of.keys[b]):
+            if is_causal and j > i:
+                continue
+            k = np.asarray(of.key[b, j, head] / 2**0.5 - shift[head], np.float64)
+            near = (window and abs(i // window - j // window) <= 1) or j < first
+            terms = np.exp(w[head] @ q + u[head] @ k + bias[head] + weight[head])
+            row[j] = np.exp(q @ k) if near else terms.mean()
+        np.testing.assert_allclose(got[b, n, i], row / row.sum(), rtol=2e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("window", "method"), tiers([(3, "shift+scale"), (3, "none"), (0, "shift+scale")], 1)
+)
+def test_the_operator_makes_the_same_rows(window, method):
+    """Frequencies of queries and of keys, beside a calibration; the weights are those of `Far`."""
+    of, fitted = sample(2), None
+    if method != "none":
+        fitted = calibration.calibrate(of.query, of.key, method=method)
+    got = attention_weights(
+        of.query,
+        of.key,
+        FAR.of_key,
+        query_frequencies=FAR.of_query,
+        weights=FAR.weights,
+        calibration=fitted,
+        feature_map=LEARNED,
+        is_causal=True,
+        exact_window=window,
+    )
+    want = ESTIMATE(FAR, (fitted, Exact(window)), of, True)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+PACKED = jnp.array([[5, 5, 1, 1, 1, 5, 1, 1, 5]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("exact", "is_causal", "segments"),
+    tiers(
+        [
+            (Exact(keys=2, rows=1), False, None),
+            (Exact(window=2, first=1), True, PACKED),
+            (Exact(), True, None),
+            (Exact(window=2, first=1, keys=2), False, None),
+            (Exact(window=2), False, PACKED),
+        ],
+        2,
+    ),
+)
+@pytest.mark.parametrize("method", tiers(["full", "none", "shift+scale", "proposal"], 1))
+def test_the_matrix_of_positive_features_is_the_operators(exact, is_causal, segments, method):
+    """With grouped heads, padding, and segments whose lengths the window does not divide."""
+    query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
+    of, fitted = sample(2, is_padded=True)._replace(query=query, segments=segments), None
+    frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
+    if method != "none":
+        given = dict(method=method, is_causal=is_causal, beside_exact=any(exact))
+        fitted = calibration.calibrate(of.query, of.key, **given)
+    want = performer_estimate(frequencies, Linear(frequencies, fitted, exact=exact), of, is_causal)
+    got = positive_estimate(frequencies, (fitted, exact), of, is_causal)
+    pairs = of.pairs(is_causal)
+    np.testing.assert_allclose(jnp.where(pairs, got, 0), jnp.where(pairs, want, 0), atol=3e-6)
+
+
+def test_refining_what_is_far():
+    """Better than the window alone where it was not trained; the window where nothing is."""
+    seen, unseen, window = sample(64), sample(16, seed=2), Exact(1)
+    drawn = couplings.draw(jax.random.key(1), "orf", 16, 4, 2)
+    start, fitted = calibrated_far(drawn, window, seen, is_causal=True)
+    tilts = (
+        calibrated_far(drawn, window, seen, method=x) for x in ("full", "shift+scale+proposal")
+    )
+    np.testing.assert_array_equal(*(tilted.of_key for tilted, _ in tilts))  # not traceless
+    far = Far.of(START * start.of_key)
+    refined = refine_far(far, fitted, window, seen, steps=100, is_causal=True)
+
+    def error(far, fitted=None):
+        estimate = ESTIMATE(far, (fitted, window), unseen, True)
+        return divergence(estimate, softmax_attention(unseen, True), unseen.pairs(True))
+
+    nothing = far._replace(weight=jnp.full(2, -jnp.inf))
+    assert np.all(error(refined) < 0.3 * error(nothing))
+    assert np.all(error(refined) < 0.7 * error(far, fitted))
+    unused = refine_far(far, None, Exact(9), seen, steps=20, is_causal=True)
+    assert np.isneginf(unused.weight).all()
+    only = refine_far(far, None, Exact(), seen, steps=20, is_causal=True)
+    assert np.isfinite(only.weight).all()
+
+
+def test_a_calibration_absorbed_by_the_features():
+    """The same rows as with it, near pairs and grouped heads included."""
+    query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
+    of, window = sample(2)._replace(query=query), Exact(2, 1)
+    fitted = calibration.calibrate(of.query, of.key + 1, method="shift+scale")
+    want = ESTIMATE(FAR, (fitted, window), of)
+    got = ESTIMATE(absorbed(FAR, fitted), (None, window), of)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_near_pairs_of_packed_sequences():
+    """They form chunks one after another, wherever their tokens are."""
+    segments = jnp.array([[3, 3, 1, 1, 3, 1, 3, 3, 3]])
+    of = sample(1)._replace(segments=segments)
+    window = Exact(2, 1)
+    got = ESTIMATE(FAR._replace(weight=jnp.full(2, -jnp.inf)), (None, window), of)
+    want = attention_weights(
+        *of[:2], jnp.zeros((1, 4)), weights=jnp.zeros(1), segment_ids=segments, **window.options
+    )
+    np.testing.assert_allclose(got, want, atol=2e-6)

@@ -1,0 +1,82 @@
+"""Operations against what XLA counts."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from experiments.common import harness
+from experiments.speed import lengths
+from experiments.speed.baselines import IMPLEMENTATIONS, inputs
+from performer import performer_attention
+from tests.support.small import shapes, small_config
+from tests.support.tiers import tiers
+from vit import config
+from vit.model import classification
+
+BLOCKS = (config.Block(num_features=256), config.Block("softmax"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    tiers(
+        [
+            ("softmax", {"pooling": "attention", "activation": "swiglu", "registers": 40}),
+            ("performer", {"pooling": "token+mean", "pre_logits": True, "blocks": BLOCKS}),
+            ("performer", {"pooling": "mean", "exact_window": 32}),
+        ],
+        1,
+    ),
+)
+def test_operations_are_those_that_xla_counts(kind, options):
+    """XLA adds what is no product (normalisation, exponentials); attention is half of the rest."""
+    options = dict(options)
+    own = {name: options.pop(name) for name in ("blocks", "exact_window") if name in options}
+    settings = small_config(
+        model=config.Model("XS/4", depth=2, **options),
+        attention=config.Attention(kind, num_features=256, **own),
+        data=config.Data(image_size=64),
+    )
+    graph, state = nnx.split(shapes(settings, 10, 3))
+    images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
+    compiled = jax.jit(lambda s, x: nnx.merge(graph, s)(x)[0]).lower(state, images).compile()
+    counted = compiled.cost_analysis()["flops"] / 2
+    ours = classification.forward_flops(settings, num_classes=10, channels=3)
+    assert 0.85 * counted < ours < 1.02 * counted
+
+
+@pytest.mark.parametrize("name", ["public", "public, causal"])
+def test_the_published_baseline_is_the_librarys(name):
+    """`stabilizer="google"`, values and gradients: the benchmark times the estimate it names."""
+    query, key, value, frequencies, gradient = inputs(tokens=24, heads=2, batch=2)
+    google = partial(
+        performer_attention,
+        frequencies=frequencies,
+        stabilizer="google",
+        is_causal="causal" in name,
+    )
+    public = partial(IMPLEMENTATIONS[name], frequencies=frequencies)
+    (got, pull), (want, pull_want) = (jax.vjp(f, query, key, value) for f in (public, google))
+    for x, y in zip((got, *pull(gradient)), (want, *pull_want(gradient)), strict=True):
+        assert jnp.linalg.norm(x - y) < 1e-5 * jnp.linalg.norm(y)
+
+
+@pytest.mark.thorough
+def test_lengths_are_timed_once_and_only_if_the_values_are_right(tmp_path, monkeypatch):
+    """Against float64: attention that sees the future is found, and the second run adds nothing."""
+    monkeypatch.setattr(lengths, "TOKENS", 32)
+    monkeypatch.setattr(lengths, "CHECKED", 9)
+    monkeypatch.setitem(IMPLEMENTATIONS, "exact, causal", IMPLEMENTATIONS["exact"])
+    table = lengths.measure((8, 16), tmp_path)
+    rows = harness.read(tmp_path / "lengths_cpu.csv")
+    errors = {r["implementation"]: r["relative error"] for r in rows if r["pass"] == "values"}
+    assert max(errors.pop("ours"), errors.pop("ours, causal"), errors.pop("exact")) < 3e-6
+    assert errors["exact, causal"] > 0.1
+    names = [row["implementation"] for row in rows if row["time, ms"] != ""]
+    assert sorted(set(names)) == ["exact", "ours", "ours, causal"]
+    assert len(names) == 3 * 2 * 2
+    assert [line.split(" | ")[1] for line in table.splitlines()[2:]] == ["exact"] * 2
+    assert lengths.measure((8, 16), tmp_path) == table
+    assert harness.read(tmp_path / "lengths_cpu.csv") == rows

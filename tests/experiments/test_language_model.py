@@ -1,0 +1,218 @@
+"""The language model: its text, its decoder, conversion and generate."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.language_model import generate, text, train
+from experiments.language_model.model import cross_entropies, losses
+from experiments.language_model.task import Settings, layers, task
+from performer.nnx import PerformerAttention
+from tests.support.small import read_csv
+from vit import convert, evaluate
+from vit.config import Block, Size, of_run, validate
+from vit.run import files, loop, runs
+from vit.task import random_streams
+from vit.weights.conversion import Case, linearized
+
+pytestmark = pytest.mark.thorough
+
+SIZE = Size(width=16, depth=2, num_heads=2, mlp_dim=32)
+WORDS = "the quick brown fox jumps over the lazy dog; " * 40
+
+
+ATTENTION = {
+    kind: train.attention_of(kind, 8, 4) for kind in ("softmax", "performer", "window", "both")
+}
+
+
+@cache
+def decoder(kind, depth=2):
+    dataset = text.dataset(text.numbered(WORDS), 32)
+    size = SIZE._replace(depth=depth)
+    options = dict(size=size, rate=1e-3, steps=4, batch_size=4)
+    config = train.config_of(ATTENTION[kind], dataset, **options)
+    validate(config)
+    learned = task(dataset.num_classes, Settings(32))
+    return learned.create(config, rngs=random_streams(0)), config, learned, dataset
+
+
+def tokens(length, rows=1):
+    return jnp.asarray(np.random.default_rng(0).integers(0, 20, (rows, length)), jnp.int32)
+
+
+def test_windows_of_a_text():
+    """Those of training lie before the last tenth, moved or not; each next one is one further."""
+    numbered = text.numbered("".join(map(chr, range(1000, 2000))))
+    dataset = text.dataset(numbered, 16)
+    for start in dataset.train:
+        for rng in (None, np.random.default_rng(start)):
+            window = dataset.decode(start, rng, None, dataset)["tokens"]
+            np.testing.assert_array_equal(np.diff(window), 1)
+            assert start <= window[0] < start + 16
+            assert window[-1] < 900
+    held_out = [dataset.decode(i, None, None, dataset)["tokens"] for i in dataset.evaluation]
+    assert [x[0] for x in held_out] == list(range(900, 984, 16))
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_streaming_is_the_whole_text(kind):
+    """In pieces of 9, 1 and 11 characters; and no logit sees a later character."""
+    model, *_ = decoder(kind)
+    x = tokens(21)
+    whole, states, parts = model(x), model.empty(24), []
+    for start, end in ((0, 9), (9, 10), (10, 21)):
+        logits, states = model.stream(x[:, start:end], jnp.int32(start), states)
+        parts.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=1e-5)
+    changed = model(x.at[:, 15:].set(0))
+    np.testing.assert_allclose(changed[:, :15], whole[:, :15], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "steps", "m", "window"),
+    [("full", 0, 6, 0), ("shift+scale", 3, 6, 4), ("none", 0, 0, 4), ("none", 0, 0, 32)],
+)
+def test_conversion(method, steps, m, window):
+    """All parameters but those of attention are as they were; losses are of the next character.
+
+    A window as long as the text is softmax attention.
+    """
+    model, config, learned, _ = decoder("softmax")
+    batch = {"tokens": tokens(33, rows=9), "mask": jnp.ones(9)}
+    replaced = linearized(learned, config, model, [batch])
+    block = Block(num_features=m, calibration=method, exact_window=window)
+    new, report = replaced(Case("orf-antithetic", block, steps))
+    assert len(report.linear) == 2 * 2
+    sizes = [(x.attention_fn.num_features, x.attention_fn.exact) for x in layers(new)]
+    assert sizes == [(m, (window, int(window > 0), 0, 0))] * 2
+    found = losses(new, batch)
+    if window == 32:
+        np.testing.assert_allclose(found, losses(model, batch), rtol=1e-5)
+    logits = np.asarray(new(batch["tokens"][:, :-1]), np.float64)
+    chosen = np.take_along_axis(logits, np.asarray(batch["tokens"])[:, 1:, None], axis=-1)
+    of_next = (np.log(np.sum(np.exp(logits), axis=-1, keepdims=True)) - chosen)[..., 0]
+    np.testing.assert_allclose(found, of_next.mean(axis=1), rtol=1e-5)
+    sums = learned.count(new, batch | {"mask": jnp.arange(9) < 5})
+    late = cross_entropies(new, batch)[:5, 16:]
+    np.testing.assert_allclose(sums["loss_second_half"], late.sum() / 16, rtol=1e-5)
+    for name, old in nnx.to_flat_state(nnx.state(model)):
+        np.testing.assert_array_equal(dict(nnx.to_flat_state(nnx.state(new)))[name], old)
+
+
+def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
+    """Trained, found again, converted and trained on: by the one trainer and the one conversion."""
+    _, config, learned, dataset = decoder("softmax", depth=1)
+    source, out = tmp_path / "text", tmp_path / "converted"
+    source.write_text(WORDS)
+    config.data.dir = str(source)
+    record = loop.train(config, tmp_path / "run", dataset, learned)
+    found = evaluate.evaluate_run(tmp_path / "run")
+    assert found["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
+    convert.convert(
+        tmp_path / "run",
+        out,
+        coupling=["orf-antithetic"],
+        calibration="shift+scale",
+        num_features=[6],
+        refine_steps=3,
+        exact_window=[4],
+        draws=2,
+        images=8,
+        num_epochs=1,
+    )
+    rows = read_csv(out / "conversion.csv")
+    refined = "shift+scale, refined"
+    assert [(r["coupling"], r["calibration"], r["window"]) for r in rows] == [
+        *(("softmax", "", "0"), ("uniform", "", "0"), ("window alone", "", "4")),
+        *(("orf-antithetic", method, "4") for method in ("none", "shift+scale", refined)),
+    ]
+    assert float(rows[0]["loss"]) == pytest.approx(record["eval_loss"], rel=1e-5)
+    late = float(rows[0]["loss_second_half"])
+    assert late == pytest.approx(found["eval_loss_second_half"], rel=1e-5)
+    errors = [float(row["attention error"]) for row in rows]
+    assert errors[0] == 0 < min(errors[1:])
+    assert isinstance(layers(runs.restore(out).model())[0].attention_fn, PerformerAttention)
+    again = evaluate.evaluate_run(out)
+    assert again["step"] == 0
+    trained = loop.train(of_run(out), out)
+    assert trained["step"] > 0
+    assert np.isfinite(trained["eval_loss"])
+    with pytest.raises(ValueError, match="only a run with 'softmax' can be converted"):
+        convert.convert(out, tmp_path / "x", coupling=["orf"], calibration="none", num_features=[8])
+    monkeypatch.setattr(train, "SIZE", SIZE)
+    options = dict(length=32, batch_size=4, steps=2, text=source)
+    with pytest.raises(ValueError, match="is a converted run, whose features are fitted"):
+        train.main(tmp_path / "y", init_from=out, **options)
+    shorter = task(dataset.num_classes, learned.settings._replace(length=16))
+    with pytest.raises(ValueError, match="(?s)holds another run.*settings: {'length': 32"):
+        loop.train(config, tmp_path / "run", dataset, shorter)
+    other = text.dataset(text.numbered(WORDS[::-1]), 32)
+    with pytest.raises(ValueError, match="(?s)holds another run.*fingerprint of the data: "):
+        loop.train(config, tmp_path / "run", other, learned)
+    described = files.noted(tmp_path / "run" / "task.json")
+    files.note(tmp_path / "run" / "task.json", described | {"settings": {"lenght": 3}})
+    with pytest.raises(ValueError, match="settings in task.json are of another version: .*lenght"):
+        runs.restore(tmp_path / "run")
+    files.note(tmp_path / "run" / "task.json", described)
+    source.write_text(WORDS.upper())
+    with pytest.raises(ValueError, match="other characters"):
+        runs.restore(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": -1}, "--length=-1 must be from 0 to"),
+        ({"length": 10**12}, "--length=1000000000000 must be from 0 to"),
+        ({"seed": 10**20}, "--seed=1000.* must be from 0 to"),
+        ({"temperature": float("nan")}, "--temperature=nan must be a finite number from 0"),
+        ({"temperature": -1.0}, "--temperature=-1.0 must be"),
+        ({"prompt": ""}, "--prompt must have"),
+    ],
+)
+def test_texts_that_cannot_be_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate.main(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 0}, {"length": -3}, {"steps": 0}, {"seed": 10**20}, {"length": 10**12}],
+)
+def test_runs_that_cannot_be_are_refused(tmp_path, options):
+    ((name, x),) = options.items()
+    message = f"--{name}={x} must be at least 1|config.seed=1000|windows of 1000000000000 need"
+    with pytest.raises(ValueError, match=message):
+        train.main(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["softmax", "both"])
+def test_the_likeliest_text(kind):
+    """With temperature 0: each character is the likeliest after all before; states keep a size.
+
+    With temperature 1 a seed is a text.
+    """
+    model, *_ = decoder(kind)
+    prompt = np.asarray(tokens(7)[0])
+
+    def begun(seed):
+        return generate.begun(model, prompt, 7 + 2 * generate.PIECE, seed)
+
+    place = begun(0)
+    steps = generate.continued(model, place, 0.0)
+    (first, after), (second, _) = next(steps), next(steps)
+    sizes = [[x.shape for x in jax.tree.leaves(p.states)] for p in (place, after)]
+    assert sizes[0] == sizes[1]
+    said = np.concatenate([prompt, first, second])
+    likeliest = np.argmax(model(jnp.asarray(said[None, :-1]))[0], axis=-1)
+    np.testing.assert_array_equal(said[7:], likeliest[6:])
+    drawn = [next(generate.continued(model, begun(i), 1.0))[0].tolist() for i in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    cold = next(generate.continued(model, begun(1), 1e-4))[0]
+    np.testing.assert_array_equal(cold, first)

@@ -1,0 +1,285 @@
+"""`performer.linearize`: called with other lengths and batches than it was measured with.
+
+All keys are exact, so that a replaced place must equal the function.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import performer
+from tests.support import zoo
+from tests.support.tiers import tiers
+
+EXACT = dict(exact_window=1000, num_features=4)
+KEYS = dict(exact_keys=1000, num_features=4)
+"""All keys of attention without causality, of cross attention also."""
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def replaced(function, *batches, **options):
+    """The new function; no attention is left."""
+    new, report = performer.linearize(function, [tuple(x) for x in batches], **options)
+    assert not report.left
+    assert {row["attention"] for row in report.rows} == {"linear"}
+    return new
+
+
+def name(function):
+    return function.__name__
+
+
+def agree(new, function, *arguments):
+    got, want = jax.jit(lambda *x: (new(*x), function(*x)))(*arguments)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), got, want)
+
+
+# Axes
+
+
+def grouped(x):
+    """One key head, heads before tokens, causal."""
+    t, h = x.shape[1], x.shape[-1]
+    scores = jnp.einsum("bnth,bsh->bnts", jnp.swapaxes(x, 1, 2), x[:, :, 0]) / h**0.5
+    weights = jax.nn.softmax(jnp.where(jnp.tri(t, dtype=bool), scores, -1e9))
+    return jnp.einsum("bnts,bsh->btnh", weights, x[:, :, 0])
+
+
+@pytest.mark.parametrize("measured", tiers([12, 3], 1))
+def test_the_axis_of_time_is_the_measured_one(measured):
+    """Grouped attention with as many query heads as tokens."""
+    new = replaced(grouped, [normal(0, 2, measured, 4, 8)], **EXACT)
+    for t in (3, 4, 5, measured):
+        agree(new, grouped, normal(t, 2, t, 4, 8))
+
+
+def matmuls(q, k, v):
+    """Heads before tokens; `@` drops batches of length 1."""
+    return jax.nn.softmax(q @ k.mT / 3) @ v
+
+
+def codebook(x, keys, values):
+    """Keys and values without a batch axis."""
+    return jax.nn.softmax(x @ keys.T / 3) @ values
+
+
+@pytest.mark.parametrize("measured", tiers([3, 1], 1))
+def test_other_batch_sizes(measured):
+    new = replaced(matmuls, [normal(i, measured, 4, 6, 8) for i in range(3)], **EXACT)
+    assert jax.tree.leaves(new)[0].shape[0] == 4  # frequencies of each head
+    for b in (1, 2, 3, 4, 6):
+        agree(new, matmuls, *(normal(b + i, b, 4, 6, 8) for i in range(3)))
+
+
+@pytest.mark.parametrize("measured", tiers([3, 16], 1))
+def test_keys_without_a_batch_axis(measured):
+    keys, values = normal(1, 9, 8), normal(2, 9, 5)
+    new = replaced(codebook, [normal(0, measured, 6, 8), keys, values], **KEYS)
+    for b, t in ((1, 6), (3, 6), (16, 7), (4, 12)):
+        agree(new, codebook, normal(b, b, t, 8), keys, values)
+
+
+def test_heads_that_cannot_be_told_from_examples():
+    """`vmap` over the second axis counts the batch as heads: an error, never another number."""
+    attend = jax.vmap(lambda x: jax.nn.softmax(x @ x.mT / 3) @ x, in_axes=2, out_axes=2)
+    new = replaced(attend, [normal(0, 3, 6, 4, 8)], **EXACT)
+    agree(new, attend, normal(1, 3, 5, 4, 8))
+    with pytest.raises(ValueError, match=r"test_linearize_calls.py:\d+: its axis of heads"):
+        new(normal(1, 2, 6, 4, 8))
+
+
+# Lengths
+
+
+def cross(x, y):
+    """Queries of x, keys of y: (b, t, n, h) and (b, s, n, h)."""
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", x, y) / 3)
+    return jnp.einsum("bnts,bsnh->btnh", weights, y)
+
+
+@pytest.mark.parametrize(("t", "s"), tiers([(4, 12), (9, 9), (1, 5)], 1))
+def test_cross_attention_of_other_lengths(t, s):
+    new = replaced(cross, [normal(0, 2, t, 2, 8), normal(1, 2, s, 2, 8)], **KEYS)
+    for b, t, s in ((2, 9, 9), (1, 4, 12), (3, 12, 4), (2, 1, 5), (2, 5, 1), (1, 1, 1)):
+        agree(new, cross, normal(t, b, t, 2, 8), normal(s, b, s, 2, 8))
+
+
+def test_a_window_requires_as_many_queries_as_keys():
+    new = replaced(cross, [normal(0, 2, 9, 2, 8)] * 2, **EXACT)
+    with pytest.raises(ValueError, match="computed differently"):
+        new(normal(0, 2, 9, 2, 8), normal(1, 2, 12, 2, 8))
+
+
+def attend(mask, x, bias=0.0, scale=0.3):
+    """Self attention of one head."""
+    scores = jnp.einsum("bth,bsh->bts", x, x) * scale + bias
+    return jnp.einsum("bts,bsh->bth", jax.nn.softmax(jnp.where(mask, scores, -1e9)), x)
+
+
+def causal(x):
+    return attend(jnp.tri(x.shape[1], dtype=bool), x)
+
+
+def decoder(x, y):
+    """Causal, then cross attention."""
+    return cross(causal(x)[:, :, None], y[:, :, None])
+
+
+@pytest.mark.parametrize("function", tiers([decoder, grouped, matmuls, zoo.gpt], 1, name))
+def test_one_token(function):
+    arguments = {
+        grouped: lambda t: [normal(0, 2, t, 4, 8)],
+        matmuls: lambda t: [normal(i, 2, 4, t, 8) for i in range(3)],
+        decoder: lambda t: [normal(0, 2, t, 8), normal(1, 2, 7, 8)],
+        zoo.gpt: lambda t: [zoo.projections(), normal(0, 2, t, zoo.WIDTH)],
+    }[function]
+    function = function()[0] if function is zoo.gpt else function
+    new = replaced(function, arguments(6), **EXACT | KEYS)
+    for t in (1, 2, 6):
+        agree(new, function, *arguments(t))
+
+
+def test_beside_a_shard_map():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+
+    def function(x):
+        return causal(jax.shard_map(jnp.tanh, mesh=mesh, in_specs=spec, out_specs=spec)(x))
+
+    new = replaced(function, [normal(0, 2, 6, 8)], **EXACT)
+    agree(new, function, normal(1, 3, 9, 8))
+
+
+# Masks, biases and scales that are constants of the program
+
+
+def tri(x, k=0):
+    return jnp.tri(x.shape[1], k=k, dtype=bool)
+
+
+def local(x):
+    """Causal for up to 16 tokens."""
+    return attend(tri(x) & ~tri(x, -16), x)
+
+
+def local_of_jax(x):
+    x = x[:, :, None]
+    return jax.nn.dot_product_attention(x, x, x, is_causal=True, local_window_size=(15, 0))
+
+
+def prefix(x):
+    """Without a mask for up to 16 tokens."""
+    return attend(tri(x) | (jnp.arange(x.shape[1]) < 16), x)
+
+
+def logarithmic(x):
+    return attend(tri(x), x, scale=0.2 * np.log(x.shape[1]))
+
+
+def clipped(x):
+    """ALiBi for up to 20 tokens."""
+    i = jnp.arange(x.shape[1])
+    return attend(tri(x), x, -0.2 * jnp.minimum(i[:, None] - i, 20))
+
+
+def padded_local(x, exists):
+    """A causal window, and padding that is an argument."""
+    return attend(tri(x) & ~tri(x, -16) & exists[:, None], x)
+
+
+def local_in_a_scan(x):
+    return jax.lax.scan(lambda x, _: (local(x), None), x, length=2)[0]
+
+
+CONSTANTS = [local, clipped, logarithmic, prefix, local_of_jax, local_in_a_scan]
+
+
+@pytest.mark.parametrize("measured", tiers([12, 16], 1))
+@pytest.mark.parametrize("function", tiers(CONSTANTS, 3, name))
+def test_constants_of_another_kind_at_another_length(function, measured):
+    new = replaced(function, [normal(0, 2, measured, 8)], **EXACT)
+    for t in (1, 8, 16) if function is not logarithmic else (measured,):
+        agree(new, function, normal(t, 3, t, 8))
+    for b, t in ((2, 40), (1, 70)):
+        with pytest.raises(ValueError, match=r"test_linearize_calls.py:\d+: its (mask|bias|scale)"):
+            jax.jit(new)(normal(t, b, t, 8))
+
+
+def test_a_constant_of_another_kind_beside_a_mask_that_is_an_argument():
+    """NaN, since the values of the mask are not known while tracing."""
+    exists = lambda t: jnp.arange(t) < jnp.array([[t], [t - 3]])  # noqa: E731
+    new = replaced(padded_local, [normal(0, 2, 12, 8), exists(12)], **EXACT)
+    for t in (8, 16):
+        agree(new, padded_local, normal(t, 2, t, 8), exists(t))
+    assert jnp.isnan(new(normal(1, 2, 40, 8), exists(40))).all()
+
+
+def padded_inside(x):
+    """Tokens are padded to a multiple of 16."""
+    t = x.shape[1]
+    x = jnp.pad(x, ((0, 0), (0, -t % 16), (0, 0)), constant_values=3.0)
+    return attend(jnp.arange(x.shape[1]) < t, x)[:, :t]
+
+
+@pytest.mark.parametrize("measured", tiers([16, 12], 1))
+def test_padding_inside(measured):
+    new = replaced(padded_inside, [normal(0, 2, measured, 8)], **KEYS)
+    for t in (1, 12, 16, 40, 48):
+        agree(new, padded_inside, normal(t, 2, t, 8))
+
+
+# What must stay exact
+
+
+def capped(x, scale=1 / 16, dtype=jnp.float32):
+    """Gemma 2's cap, where the scores of the batch are small."""
+    x = x.astype(dtype)
+    scores = 50 * jnp.tanh(jnp.einsum("bth,bsh->bts", x, x) * scale / 50)
+    return jnp.einsum("bts,bsh->bth", jax.nn.softmax(scores), x)
+
+
+@pytest.mark.parametrize(
+    ("scale", "size", "dtype"),
+    tiers([(1 / 16, 0.25, "float32"), (1 / 64, 1, "float32"), (1 / 16, 1, "bfloat16")], 1),
+)
+def test_a_cap_that_the_batch_does_not_reach(scale, size, dtype):
+    with pytest.raises(ValueError, match="is there a soft cap"):
+        performer.linearize(
+            lambda x: capped(x, scale, dtype), [(size * normal(0, 2, 6, 8),)], **EXACT
+        )
+
+
+def loss(x):
+    return jnp.sum(causal(x) ** 2)
+
+
+def with_weights(x):
+    """Weights are another output."""
+    weights = jax.nn.softmax(jnp.einsum("bth,bsh->bts", x, x) / 3)
+    return jnp.einsum("bts,bsh->bth", weights, x), weights
+
+
+READ_ELSEWHERE = {
+    "gradient": jax.value_and_grad(loss),
+    "checkpoint": jax.value_and_grad(jax.checkpoint(loss)),
+    "forward": lambda x: jax.jvp(loss, (x,), (x,)),
+    "scan": jax.grad(lambda x: jax.lax.scan(lambda x, _: (causal(x), None), x, length=2)[0].sum()),
+    "hessian": lambda x: jax.jvp(jax.grad(loss), (x,), (x,)),
+    "weights": with_weights,
+}
+
+
+@pytest.mark.parametrize("how", tiers(READ_ELSEWHERE, ["gradient", "checkpoint"]))
+def test_weights_that_are_read_elsewhere(how):
+    with pytest.raises(ValueError, match="linearize first, then differentiate"):
+        performer.linearize(READ_ELSEWHERE[how], [(normal(0, 2, 6, 8),)], **EXACT)
+
+
+def test_a_nan_in_a_batch_is_an_error():
+    x, y = normal(0, 2, 4, 2, 8), normal(1, 2, 9, 2, 8)
+    with pytest.raises(ValueError, match=r"test_linearize_calls.py:\d+: queries or keys are not f"):
+        performer.linearize(cross, [(x, y), (x.at[1, 2, 1, 3].set(jnp.nan), y)], **KEYS)

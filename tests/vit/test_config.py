@@ -1,0 +1,213 @@
+"""Configs: files and flags, JSON, and what is refused before any work starts."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+from absl import flags
+
+from tests.support.small import small_config
+from vit import config, data
+from vit.config.arguments import chosen_config, define_config, parse_flags
+from vit.run import devices, runs
+
+CONFIGS = [p for p in sorted(Path("experiments/configs").glob("[a-z]*.py")) if "my_" not in p.stem]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_files_are_valid(path):
+    namespace: dict = {}
+    exec(compile(path.read_text(), path, "exec"), namespace)
+    config.validate(namespace["get_config"]())
+    assert "python -m vit.train" in namespace["__doc__"]
+
+
+FOREIGN = [
+    *('{"modell": {}}', '{"model": {"widths": 3}}', '{"model": null}', '{"model": 3}'),
+    *('{"seed": "0"}', '{"seed": 1.0}', '{"seed": true}', '{"seed": {}}', '{"num_epochs": "inf"}'),
+    *('{"data": {"flip": 1}}', '{"data": {"name": ["digits"]}}'),
+    *("{", "[1]", '{"model":' * 100_000, "\ud83d"),
+]
+
+
+def test_a_foreign_json_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    for content in FOREIGN:
+        path.write_text(content, errors="replace")
+        with pytest.raises(ValueError, match="no config of this ver|not a config of this ver"):
+            config.load(path)
+
+
+def test_a_config_of_an_earlier_version_loads(tmp_path):
+    """Newer fields have their defaults; what was renamed has its new name; "mask" is gone."""
+    values = dataclasses.asdict(small_config())
+    values["attention"] |= {"implementation": "xla", "mask": "none"}
+    del values["keep_every"], values["model"]["width"], values["optim"]["b2"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    want = config.with_values(small_config(), {"attention.implementation": "blocked"})
+    assert config.load(tmp_path / "config.json") == want
+    own = {"sizes": "64+16+1,8+0", "exact_layers": "1", "transferred": True, "exact_rows": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"attention": own}))
+    blocks = config.load(tmp_path / "config.json").attention.blocks
+    first = config.Block(num_features=64, exact_keys=16, exact_rows=1, transferred=True)
+    second = config.Block("softmax", num_features=8, exact_rows=2, transferred=True)
+    assert blocks[:2] == (first, second)
+    values["attention"]["mask"] = "grid"
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="mask"):
+        config.load(tmp_path / "config.json")
+
+
+def test_what_a_resumed_run_may_change():
+    placed = {"data.dir": "x", "data.num_workers": 2, "fsdp": 2, "seq": 2, "checkpoint_every": 3}
+    changed = config.with_values(small_config(), placed | {"keep_every": 3})
+    assert config.differences(small_config(), changed) == []
+    assert config.differences(small_config(), small_config(seed=1)) == ["seed: 0 -> 1"]
+
+
+def test_a_number_of_the_model_takes_the_place_of_the_variants():
+    model = config.Model("B/14", width=1536, num_heads=24)
+    assert model.size == config.SIZES["B"]._replace(width=1536, num_heads=24)
+    assert (model.size.head_dim, model.patch_size) == (64, 14)
+
+
+REFUSED = [
+    ({"attention.coupling": "pmm"}, "unknown coupling 'pmm'; did you mean 'pm'"),
+    ({"attention.coupling": 3}, "coupling=3: must be one of iid, orf, simrf, "),
+    (
+        {"attention.feature_map": "relu", "attention.calibration": "full"},
+        "feature_map='relu', .*: a calibration requires the feature map positive",
+    ),
+    ({"attention.feature_map": "elu+1", "attention.exact_keys": 2}, "map that estimates softmax"),
+    ({"attention.num_features": 0}, r"exact_window \(0\) must be positive if .*num_features \(0\)"),
+    ({"attention.blocks": (config.Block(),)}, r"blocks \(.*\) must have config.model.depth"),
+    ({"attention.blocks": [config.Block()] * 4}, "must be a tuple of vit.config.Block"),
+    (
+        {"attention.blocks": (config.Block(num_features=-1),) * 4},
+        r"blocks\[0\].num_features=-1: must be 0 \(the pairs of `exact_window` alone\), or",
+    ),
+    (
+        {"attention.blocks": (*[config.Block()] * 3, config.Block("softmaxx"))},
+        r"unknown config.attention.blocks\[3\].kind 'softmaxx'; did you mean 'softmax'",
+    ),
+    ({"attention.calibration": "ful"}, "calibration='ful', .*: unknown .*; did you mean 'full'"),
+    (
+        {"attention.coupling": "pm-antithetic", "attention.num_features": 7},
+        "even number of features, got m = 7",
+    ),
+    (
+        {"attention.exact_window": 8, "attention.implementation": "pallas"},
+        r"exact_window \(8\) must be 0 with config.attention.implementation \('pallas'\)",
+    ),
+    ({"model.variant": "XL/16"}, "config.model.variant 'XL/16'; did you mean"),
+    (
+        {"model.variant": "XS/3"},
+        r"image_size \(8\) must be divisible by the patch of .*variant \('XS/3'\)",
+    ),
+    (
+        {"model.pooling": "token+mean", "model.final_norm": "after"},
+        r"final_norm \('after'\) must be before for config.model.pooling",
+    ),
+    (
+        {"optim.learning_rate": 1e-6},
+        r"final_learning_rate \(1e-05\) must be at most .*learning_rate \(1e-06",
+    ),
+    (
+        {"data.image_size": 4, "data.max_shift": 4},
+        r"max_shift \(4\) must be smaller than .*image_size \(4\)",
+    ),
+    (
+        {"data.eval_resize": 33},
+        r"eval_resize \(33\) must be 0, or one to four times .*image_size \(8\)",
+    ),
+    ({"seq": 3}, r"config.seq \(3\) must divide the number of tokens"),
+    (
+        {"seq": 2, "attention.exact_window": 2},
+        r"config.seq \(2\) must be 1 with config.attention.exact_window \(2\)",
+    ),
+    ({"optim.clip_norm": float("nan")}, "config.optim.clip_norm=nan: must be "),
+    ({"log_every": 2}, r"config.eval_every \(3\) must be a multiple of config.log_every \(2\)"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_bad_values_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        config.validate(config.with_values(small_config(), values))
+
+
+def parsed(path, *arguments):
+    argv, values = ["program", f"--config={path}", *arguments], flags.FlagValues()
+    define_config("file", values)
+    parse_flags(argv, values)
+    return chosen_config(values)
+
+
+def test_a_config_file_with_values_of_another_type(tmp_path):
+    path = tmp_path / "odd.py"
+    for line, message in {
+        "config.seed = '1'": "config.seed='1': must be an integer from 0 to 2147483647",
+        "config.data.flip = 1": "config.data.flip=1: must be true or false",
+        "config.model.variant = None": "config.model.variant=None: must be text",
+        "config.optim = None": "config.optim=None: must be a vit.config.Optim",
+        "config.seed = np.int64(1)": r"config.seed=np.int64\(1\): must be an integer",
+    }.items():
+        path.write_text(
+            "import numpy as np\nfrom tests.support.small import small_config\n"
+            f"def get_config():\n  config = small_config()\n  {line}\n  return config\n"
+        )
+        with pytest.raises(ValueError, match=message):
+            config.validate(parsed(path))
+    path.write_text(
+        "from tests.support.small import small_config\n"
+        "def get_config(): return small_config(num_epochs=3)"
+    )
+    config.validate(parsed(path))
+    assert parsed(path, "--config.num_epochs=5").num_epochs == 5
+
+
+WRONG = {
+    bool: ("maybe", "2", ""),
+    int: ("many", "nan", "", "1,2", "0.5"),
+    float: ("many", "nan", "", "1,2"),
+    str: ("nowhere", "a\nb", "["),
+}
+"""No field of the type can mean these; a folder may have any name."""
+EXTREME = ("0", "-1", "inf", "1e20", "9" * 30)
+BOUNDS = re.compile(
+    r"must|hoices|did you mean|divisible|divide|multiple|larger than|lower them|has 1 to|always"
+)
+
+
+def refusal(flag, text):
+    """The message about the flag before the first step of a run; "" where it is accepted."""
+    try:
+        settings = parsed(config.bundled_path("digits"), f"--{flag}={text}")
+        config.validate(settings)
+        devices.mesh(settings)
+        runs.rate(settings, runs.subject(settings)[0])
+    except (SystemExit, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_every_field_refuses_what_it_cannot_mean():
+    """In one line that names the flag and what it may be; no value ends in another exception."""
+    for field, kind in config.TYPES.items():
+        for text in (*WRONG[kind], *(EXTREME if kind in (int, float) else ())):
+            said = refusal(f"config.{field}", text)
+            assert said or text in EXTREME or field == "data.dir", (field, text)
+            if said:
+                assert "\n" not in said, (field, text)
+                assert f"config.{field}" in said, (field, text)
+                assert BOUNDS.search(said), (field, text, said)
+
+
+def test_a_run_has_a_countable_number_of_steps():
+    dataset = data.Dataset([{}] * 640, [{}], ("a", "b"), channels=1)
+    assert runs.length(small_config(num_epochs=0.03), dataset) == (20, 1)
+    for epochs, steps in [(0.02, "0.4"), (1e9, "2e\\+10"), (float("inf"), "inf")]:
+        with pytest.raises(ValueError, match=f"num_epochs=.* are {steps} steps .* 1 to 2147483647"):
+            runs.length(small_config(num_epochs=epochs), dataset)
