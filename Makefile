@@ -1,9 +1,10 @@
 # Everything a fresh machine needs: Python 3.11 or newer (with venv), make, and a package index.
 PYTHON ?= python3
 PYTEST_WORKERS ?= 2
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 BIN := .venv/bin
 
-.PHONY: install demo docs test test-all test-thorough test-faults test-slow lint format clean
+.PHONY: install demo docs test test-all test-thorough test-faults test-slow test-versions lint format clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml
@@ -31,6 +32,15 @@ test-faults: install  ## plants faults, one at a time, and checks that a test fa
 test-slow: install  ## only the long statistical runs
 	$(BIN)/pytest -n $(PYTEST_WORKERS) -m slow
 
+test-versions:  ## `make test` under each installed Python of PYTHONS, with the newest releases of all packages
+	@for python in $(PYTHONS); do \
+	    $$python --version > /dev/null 2>&1 || { echo "$$python is not installed: left out"; continue; }; \
+	    echo "$$python:"; $$python -m venv .venv-$$python && \
+	    .venv-$$python/bin/pip install --quiet --upgrade "pip>=25.1" && \
+	    .venv-$$python/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable '.[vit,experiments]' --group dev && \
+	    .venv-$$python/bin/pytest -n $(PYTEST_WORKERS) --dist worksteal || exit 1; \
+	done
+
 docs: .venv/docs  ## builds the documentation into docs/_build/html; all code on its pages runs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
@@ -48,4 +58,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache docs/_build
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache docs/_build

@@ -357,11 +357,15 @@ def absorbed(far: Far, calibration: Calibration) -> Far:
     return Far(of_query, of_key, bias, weight)
 
 
+def row_squares(x: Float[Array, "b n t s"], pairs: Bool[Array, "b 1 t s"]) -> Float[Array, "b n t"]:
+    """Sums of the squares of each row over the pairs that exist."""
+    return jnp.sum(jnp.where(pairs, x, 0) ** 2, axis=-1)
+
+
 def squared(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
     """|A^ - A|^2 / |A|^2 of each head."""
-    over = (0, 2, 3)
-    difference = jnp.where(pairs, estimate - exact, 0)
-    return jnp.sum(difference**2, over) / jnp.sum(exact**2, over)
+    error, size = (jnp.sum(row_squares(x, pairs), (0, 2)) for x in (estimate - exact, exact))
+    return error / size
 
 
 def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:

@@ -12,7 +12,7 @@ from performer.attention.values import Exact
 from performer.calibration import Moments
 from performer.linearization.outputs import Outputs
 from performer.linearization.program import Named
-from performer.refinement import Linear, Sample, performer_estimate, softmax_attention
+from performer.refinement import Linear, Sample, performer_estimate, row_squares, softmax_attention
 
 
 class Layer(NamedTuple):
@@ -116,10 +116,10 @@ def head_errors(sample: Sample, attention: Linear, is_causal: bool = False) -> H
         estimate = performer_estimate(attention.frequencies, attention, one, is_causal)
         near = performer_estimate(None, alone, one, is_causal) if window else uniform * jnp.nan
         entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), (0, 2, 3))
-        squares = [jnp.where(pairs, x - exact, 0) ** 2 for x in (estimate, near, uniform)]
-        error, of_near, of_uniform = (jnp.sum(x, (0, 2, 3)) for x in squares)
-        size = jnp.sum(exact**2, (0, 2, 3))
-        first = jnp.sum(squares[0][:, :, 0], (0, 2)), jnp.sum(exact[:, :, 0] ** 2, (0, 2))
+        changes = (estimate - exact, near - exact, uniform - exact, exact)
+        rows = [row_squares(x, pairs)[0] for x in changes]  # (n, t) each
+        error, of_near, of_uniform, size = (jnp.sum(x, axis=1) for x in rows)
+        first = rows[0][:, 0], rows[-1][:, 0]
         lengths, count = squared_lengths(one.key, one.keys)
         return {
             "attention error": (error, size),

@@ -32,6 +32,7 @@ from performer.refinement import (
     learned_estimate,
     positive_estimate,
     refine_far,
+    row_squares,
     softmax_attention,
     traced,
     transfer,
@@ -281,8 +282,8 @@ def _errors(
     def sums(example):
         one = jax.tree.map(lambda x: x[None], example)
         exact, pairs = softmax_attention(one, is_causal), one.pairs(is_causal)
-        change = jnp.where(pairs, estimate(parameters, fixed, one, is_causal) - exact, 0)
-        rows = jnp.sum(jnp.stack([change, exact]) ** 2, axis=(1, 4))  # (2, n, t)
+        change = estimate(parameters, fixed, one, is_causal) - exact
+        rows = jnp.stack([row_squares(x, pairs)[0] for x in (change, exact)])  # (2, n, t)
         return jnp.sum(rows, axis=2), rows[..., 0]
 
     whole, first = (jnp.sum(x, axis=0) for x in jax.lax.map(sums, sample))
