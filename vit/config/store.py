@@ -1,0 +1,122 @@
+"""Configs in files: bundled ones, those of runs, and their differences."""
+
+import dataclasses
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+from performer.choices import unknown
+from vit.config.fields import SECTIONS, Block, Config, blocks, flatten
+from vit.config.rules import check_fields
+from vit.run import files
+
+BUNDLED = Path(__file__).parents[2] / "experiments" / "configs"
+
+
+def bundled_path(name: str) -> Path:
+    """Return the file of a bundled config, or the path of an existing file as it is.
+
+    They are found beside this package from any working directory, even one with its own
+    `experiments`.
+
+    Raises:
+        ValueError: for neither; the message lists the names.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    paths = {path.stem: path for path in sorted(BUNDLED.glob("[a-z]*.py"))}
+    if name not in paths:
+        raise ValueError(f"{unknown('config', name, paths)}; and no such file exists")
+    return paths[name]
+
+
+def bundled(name: str) -> Config:
+    """Return the config of a file; in "my_images:data/photos" the argument follows the colon.
+
+    Raises:
+        ValueError: as `bundled_path`, as the file, or if it returns no config.
+    """
+    stem, *argument = name.split(":", 1)
+    config = runpy.run_path(str(bundled_path(stem)))["get_config"](*argument)
+    if not isinstance(config, Config):
+        kind = type(config).__name__
+        raise ValueError(f"get_config() must return a vit.config.Config, it returned a {kind}")
+    return config
+
+
+def save(config: Config, path: Path) -> None:
+    """Write the config as JSON, atomically."""
+    values = dataclasses.asdict(config)
+    values["attention"]["blocks"] = [block._asdict() for block in config.attention.blocks]
+    files.write(path, json.dumps(values, indent=2) + "\n")
+
+
+def load(path: Path) -> Config:
+    """Read a config that `save` wrote.
+
+    Raises:
+        ValueError: if the file is no config of this version; the message names the field.
+    """
+    try:
+        values = files.parsed(path.read_bytes())
+        attention = values.get("attention", {})
+        if attention.get("implementation") == "xla":  # its earlier name
+            attention["implementation"] = "blocked"
+        if attention.get("mask") == "none":  # an earlier field, of masks without a gain
+            del attention["mask"]
+        earlier = [attention.pop(name, "") for name in ("sizes", "exact_layers", "transferred")]
+        attention["blocks"] = tuple(Block(**block) for block in attention.get("blocks", ()))
+        sections = {name: kind(**values[name]) for name, kind in SECTIONS.items() if name in values}
+        config = Config(**(values | sections))
+        if any(earlier):
+            config.attention.blocks = _of_earlier(config, *earlier)
+        check_fields(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a config of this version: {error}") from error
+    return config
+
+
+def _of_earlier(config: Config, sizes: str, exact: str, transferred: bool) -> tuple[Block, ...]:
+    """Return the blocks of earlier fields: sizes "64+16+1,...", exact blocks "0,3"."""
+    new = [block._replace(transferred=bool(transferred)) for block in blocks(config)]
+    for i, entry in enumerate(sizes.split(",") if sizes else ()):
+        names = ("num_features", "exact_keys", "exact_rows")
+        own: Any = dict(zip(names, map(int, entry.split("+")), strict=False))
+        new[i] = new[i]._replace(**own)
+    for i in map(int, exact.split(",") if exact else ()):
+        new[i] = new[i]._replace(kind="softmax")
+    return tuple(new)
+
+
+def of_run(workdir: Path) -> Config:
+    """Return the config of the run in a folder.
+
+    Raises:
+        ValueError: if the folder contains no run, or one of another version.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        raise ValueError(f"{workdir} holds no run (no config.json); train one with vit.train")
+    return load(path)
+
+
+PLACEMENT = (
+    "data.dir",
+    "data.num_workers",
+    "fsdp",
+    "seq",
+    "checkpoint_every",
+    "keep_every",
+)
+"""Fields that do not change what a run computes: a resumed run may have others."""
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """Return a line for each field that makes another run, as "seed: 0 -> 1"."""
+    before, after = flatten(old), flatten(new)
+    return [
+        f"{name}: {before[name]!r} -> {after[name]!r}"
+        for name in before
+        if before[name] != after[name] and name not in PLACEMENT
+    ]
