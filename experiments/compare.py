@@ -62,7 +62,7 @@ def beside_baseline(rows: list[harness.Row]) -> list[harness.Row]:
 
 
 def seeds_beside(axis: Any, rows: list[harness.Row]) -> None:
-    """Draw the zero line, and a dot for each seed beside its interval."""
+    """Draw the zero line, and a dot for each seed next to its interval."""
     axis.axhline(0, color=harness.INK, linewidth=0.8)
     for i, row in enumerate(rows):
         dots = [float(x) for x in str(row.get("of seeds", "")).split()]
@@ -118,7 +118,7 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The runs of one setting, beside those of the baseline with the same seeds."""
+    """The runs of one setting, with those of the baseline of the same seeds."""
 
     setting: Setting
     runs: Sequence[Run]
@@ -458,8 +458,8 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
         " of paired t-tests with Holm's correction. The seeds needed give 80% power for the gain"
         f" of PM over ORF in Reid et al. 2025, by one such test at level {LEVEL}. Attention error:"
         " of the trained layers, relative to exact attention, mean over layers and heads of the"
-        " first seeds; beside it that of uniform attention, the mean of all values. `seeds.csv`"
-        " has the result and the folder of each run.\n",
+        " first seeds, and in brackets the error of uniform attention, the mean of all values."
+        " `seeds.csv` has the result and the folder of each run.\n",
         *([f"Diverged, and left out: {reports.plain(diverged)}.\n"] if diverged else []),
         "![Differences with 95% intervals (not corrected), and a dot for each seed](results.png)\n",
         "![Learning curves with standard errors over the seeds](curves.png)\n",

@@ -112,8 +112,8 @@ class AttentionError:
             if estimate is not None:
                 value = estimate.value
                 line = f"{name:20} {value.mean():.3g}, at most {value.max():.3g}"
-                beside = "" if uniform is None else f"; uniform attention {uniform.mean():.3g}"
-                lines.append(line + beside)
+                baseline = "" if uniform is None else f"; uniform attention {uniform.mean():.3g}"
+                lines.append(line + baseline)
         return "\n".join([*lines, f"worse than uniform   {worse.sum()} of {worse.size} heads"])
 
 
@@ -123,7 +123,7 @@ class Recommendation:
 
     Attributes:
         num_features: m, or None if no m up to the limit is enough.
-        exact_keys: the number of exact keys beside them, or None.
+        exact_keys: the number of exact keys with them, or None.
         error: the mean relative attention error with these, or with the most that were tried.
         most: the last m that was tried.
         tolerance: what was asked for.
@@ -144,8 +144,8 @@ class Recommendation:
 
     def __str__(self) -> str:
         """The result, and the numbers that explain it."""
-        beside = f" beside {self.exact_keys} exact keys" if self.exact_keys else ""
-        found = f"{self.num_features} features of {self.coupling}{beside} are enough."
+        keys = f" with {self.exact_keys} exact keys" if self.exact_keys else ""
+        found = f"{self.num_features} features of {self.coupling}{keys} are enough."
         if self.num_features is None:
             found = f"No number of features up to {self.most} is enough with {self.coupling}."
         return (
@@ -299,8 +299,8 @@ def recommend(
         how: Any = dict(coupling=coupling, num_features=m, most=limit, exact_keys=f)
         error = attention_error(query, key, **how, **options)
         mean = float(error.attention.value.mean())
-        beside = f" and {f} exact keys" if f else ""
-        line = f"{m} features{beside}: relative attention error {mean:.3g}"
+        keys = f" and {f} exact keys" if f else ""
+        line = f"{m} features{keys}: relative attention error {mean:.3g}"
         show(f"{line}, {tolerance:g} is asked for")
         if mean <= tolerance:
             break
@@ -329,7 +329,7 @@ def by_cost(features: Sequence[int], exact_keys: int) -> list[tuple[int, int]]:
 
 
 def _print(line: str) -> None:
-    """Progress: on a terminal alone, beside what the program writes."""
+    """Progress: on a terminal alone, apart from what the program writes."""
     if sys.stderr.isatty():
         print(line, file=sys.stderr)
 

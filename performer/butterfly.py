@@ -18,7 +18,7 @@ counted level by level, the widest first; the paper's theta_2, theta_1, theta_3 
 d = 4.
 
 The rows of B are not uniform, so B x is not for every unit vector x: at x = (1, ..., 1) / sqrt(d)
-the fourth moment of a coordinate is (d + 1)(d + 2) / (6 d) times that of the uniform law.
+the fourth moment of a coordinate is (d + 1)(d + 2) / (6 d) times that of the uniform distribution.
 `random_butterfly` has the figures of products B P B P B P; `directions.haar` is exact.
 
 Source: Munkhoeva et al. 2018, "Quadrature-based features for kernel approximation", Sec. 3,
@@ -83,7 +83,7 @@ def random_butterfly(key: Key, d: int, *, products: int = 3) -> Butterfly:
     For d a power of two every column is exactly uniform on the sphere. Otherwise the factors are
     those of the next power of two, cut to d x d, which leaves zeros in the columns of B. Products
     (Sec. 9.1; t = 3 in the paper's experiments) nearly correct that. Measured fourth moment of a
-    coordinate relative to that of the uniform law, mean of all coordinates (standard error):
+    coordinate, relative to the uniform distribution, mean of all coordinates (standard error):
 
                                           t = 1   t = 2      t = 3
         columns, d = 15                   1.09    1.002      1.000      0 to 3.2 in entries of B

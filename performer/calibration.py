@@ -87,7 +87,7 @@ class Calibration(NamedTuple):
 
     @property
     def changes_law(self) -> bool:
-        """True if a tilt or a proposal changes the law of the frequencies."""
+        """True if a tilt or a proposal changes the distribution of the frequencies."""
         return self.mean is not None or self.root is not None
 
 
@@ -271,7 +271,7 @@ def fold(
 ) -> tuple[Float[Array, "*k m h"], Float[Array, "*l m h"], Float[Array, "*l m"] | None]:
     """Frequencies of queries and of keys, and the logarithm of each feature's weight.
 
-    They go with unchanged queries and keys from `transform_keys`: w = mu + L g for the rows g of
+    They are for unchanged queries and keys from `transform_keys`: w = mu + L g for the rows g of
     `frequencies`. The weights lack the constant factor det L, which cancels in attention; None is
     weights of 1. All are float64 if an argument is, else float32.
     """
@@ -342,11 +342,11 @@ def parts(
 ) -> tuple[str, ...]:
     """Parts of a method: ("shift", "scale") of "shift+scale".
 
-    A tilt is traceless, or a proposal beside exact pairs, unless the coupling declares that lengths
+    A tilt is traceless, or a proposal with exact pairs, unless the coupling declares that lengths
     are not common.
 
     Raises:
-        ValueError: for an unknown part, or more than one law of the frequencies.
+        ValueError: for an unknown part, or more than one distribution of the frequencies.
     """
     names = () if method == "none" else tuple(METHODS.get(method, method).split("+"))
     bad = [name for name in names if name not in PARTS]

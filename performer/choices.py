@@ -86,7 +86,7 @@ def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
     Raises:
         ValueError: for another shape; the message has the name, the expected and the actual shape.
     """
-    with jax.ensure_compile_time_eval():  # constants of a traced function are checked, too
+    with jax.ensure_compile_time_eval():  # constants of a traced function are checked also
         arrays = {name: jnp.asarray(array) for name, (array, _) in named.items()}
     wide = any(array.dtype == jnp.float64 for array in arrays.values())
     sizes: dict[str, int] = {}

@@ -3,7 +3,7 @@
 y = f(x) + noise with f ~ N(0, K) and noise N(0, sigma_n^2 I). `GaussianProcess` fits, predicts and
 samples. It is built on functions of matrices: `condition` takes Gram matrices of any kernel, in
 O(N^3); `condition_features` takes features with K = phi phi^T, in O(N m^2). Both return the
-posterior of f, a `Gaussian`; `observed` adds the noise and so returns the law of y.
+posterior of f, a `Gaussian`; `observed` adds the noise and so returns the distribution of y.
 
     exact      mean = K_* A^{-1} y,  covariance = K_** - K_* A^{-1} K_*^T,  A = K + sigma_n^2 I
     features   mean = phi_* B^{-1} phi^T y / sigma_n^2,  covariance = phi_* B^{-1} phi_*^T,
@@ -16,7 +16,7 @@ checked in the tests against the exact form with K = phi phi^T:
     VRC Eq. 39   no factor before Phi_d y, and sigma_p     read  1 / sigma_n^2, and sigma_n
     VRC Eq. 41, 42   one of y, the other of f: compare them only after `observed`
 
-B is never formed: in float32 its I would vanish beside N / sigma_n^2. Its factor is that of
+B is never formed: in float32 its I would vanish next to N / sigma_n^2. Its factor is that of
 [phi / sigma_n; I] by QR, as exact as the features. K + sigma_n^2 I and the covariances of `kl` must
 be formed. They get a *jitter* on the diagonal, eps times its mean (eps = 1.2e-7 in float32, 2.2e-16
 in float64), the rounding error of one entry. Where a Cholesky pivot is as small as rounding errors,
@@ -63,7 +63,7 @@ _whiten = partial(solve_triangular, lower=True)
 
 
 class Gaussian(NamedTuple):
-    """A normal law N(mean, covariance) of n values."""
+    """A normal distribution N(mean, covariance) of n values."""
 
     mean: Float[Array, " n"]
     covariance: Float[Array, "n n"]
@@ -302,21 +302,23 @@ def condition_features(
     return Gaussian(_dot(test_phi, weights), _dot(half.T, half))
 
 
-def observed(law: Gaussian, noise_scale: ArrayLike) -> Gaussian:
-    """Return the law of y = f + noise, given that of f."""
-    mean, covariance = checked_arrays(mean=(law.mean, "n"), covariance=(law.covariance, "nn"))
+def observed(distribution: Gaussian, noise_scale: ArrayLike) -> Gaussian:
+    """Return the distribution of y = f + noise, given that of f."""
+    mean, covariance = checked_arrays(
+        mean=(distribution.mean, "n"), covariance=(distribution.covariance, "nn")
+    )
     return Gaussian(mean, _noisy(covariance, noise_scale))
 
 
 def kl(p: Gaussian, q: Gaussian) -> Float[Array, ""]:
     """Return KL(p || q) = E_p log(p / q) in nats; rounding may make it slightly negative.
 
-    Both laws must have full rank. Those of features do not: compare laws of `observed` values,
-    posteriors or priors, N(0, K) and N(0, phi phi^T).
+    Both distributions must have full rank, which those of features do not have: compare
+    distributions of `observed` values, posteriors or priors, N(0, K) and N(0, phi phi^T).
 
     Raises:
-        ValueError: for laws of different sizes, entries that are not finite, or a covariance that
-            is not positive definite.
+        ValueError: for distributions of different sizes, entries that are not finite, or a
+            covariance that is not positive definite.
     """
     p_covariance, p_mean, q_covariance, q_mean = finite_arrays(
         covariance_of_p=(p.covariance, "nn"),
@@ -331,7 +333,7 @@ def kl(p: Gaussian, q: Gaussian) -> Float[Array, ""]:
     return (squares - len(p_mean) + _log_det(q_factor) - _log_det(p_factor)) / 2
 
 
-def negative_log_density(law: Gaussian, y: Num[ArrayLike, " n"]) -> Float[Array, ""]:
+def negative_log_density(distribution: Gaussian, y: Num[ArrayLike, " n"]) -> Float[Array, ""]:
     """Return -log N(y_i; mean_i, covariance_ii), averaged over the points (predictive NLL).
 
     Raises:
@@ -339,7 +341,7 @@ def negative_log_density(law: Gaussian, y: Num[ArrayLike, " n"]) -> Float[Array,
             positive.
     """
     mean, covariance, y = finite_arrays(
-        mean=(law.mean, "n"), covariance=(law.covariance, "nn"), y=(y, "n")
+        mean=(distribution.mean, "n"), covariance=(distribution.covariance, "nn"), y=(y, "n")
     )
     variance = jnp.asarray(positive_values("a variance", jnp.diagonal(covariance)))
     return jnp.mean((y - mean) ** 2 / variance + jnp.log(2 * jnp.pi * variance)) / 2

@@ -8,7 +8,7 @@
 
 with the output scale s and the lengthscale l, one for all dimensions or one for each. Each is a
 `Kernel`, as is one of your own; a name ("gaussian", "matern-3/2", ...) is accepted wherever a
-`Kernel` is. Derivatives of every order that the kernel has are correct at equal points, too, in
+`Kernel` is. Derivatives of every order that the kernel has are correct also at equal points, in
 forward and reverse mode. At a kink (Matern 1/2 and arc-cosine 0 at equal points) the derivative of
 the distance is defined as 0.
 
@@ -126,7 +126,7 @@ def _softmax(x: Array, y: Array) -> Array:
 
 
 gaussian = Kernel(_gaussian, features.trigonometric, at_zero=1.0, even=True)
-"""The Gaussian kernel, with trigonometric features. Positive features estimate it, too, by the map
+"""The Gaussian kernel, with trigonometric features. Positive features also estimate it, by the map
 `partial(features.positive, kernel="gaussian")`."""
 
 softmax = Kernel(_softmax, features.positive)

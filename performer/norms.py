@@ -7,7 +7,7 @@ F(l) = Phi(g). The Gaussian kernel has the chi_d quantile. Another isotropic ker
 the quantile: `couplings.with_quantile("pnc", norms.matern(1.5))`.
 
 The norm couplings here are values: frozen, equal if their parts are, with a repr that evaluates to
-them. A plain function of that signature is accepted, too.
+them. A plain function of that signature is also accepted.
 
 Source: Reid et al., "Variance-reducing couplings for random features" (VRC), Sec. 3 and App. G.
 Their ω_i (plain, not bold) is a length here, their F_{χ_d} the chi_d distribution function.

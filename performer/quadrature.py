@@ -33,7 +33,7 @@ chi_{d+2}: importance sampling with positive weights. Attention uses it, with re
 
     performer_attention(query, key, value, rule.points, weights=rule.weights)
 
-(With reflected points, estimates of exp(q.k) with the constant are positive, too: cosh >= 1 and the
+(With reflected points, estimates of exp(q.k) with the constant are also positive: cosh >= 1 and the
 weights add up to one. `experiments.kernels.quadrature` finds no lower error with the constant.)
 
 Source: Munkhoeva et al. 2018 (Quad), Sec. 2 to 4, after Genz and Monahan 1998. Its D is the number

@@ -328,7 +328,7 @@ def calibrated_far(
         is_causal: query i sees the keys up to i.
 
     Returns:
-        The features, and the calibration of shift and scale that goes with them.
+        The features, and their calibration of shift and scale.
     """
     far_pairs = sample.pairs(is_causal) & ~sample.near(exact)
     moments = pair_moments(*sample[:2], mask=far_pairs, num_queries=64)

@@ -10,7 +10,7 @@ keys and exact rows with which its attention is accurate (`performer.linearize`)
 --num_features these sizes are compared. The folder `--out` then holds
 
     conversion.csv, .md         accuracy and attention error against m for every coupling, with and
-                                without calibration, over several draws of the frequencies, beside
+                                without calibration, over several draws of the frequencies, with
                                 softmax and uniform attention (the mean of all values)
     heads.csv                   attention errors of the converted run, head by head
     the converted run           of the first coupling, calibrated (and refined), with the most
@@ -22,7 +22,7 @@ not exist: work in progress is in `OUT.unfinished`, and after a kill the same co
 
 --refine_steps moves the frequencies themselves, by gradient descent on the attention error of the
 same images: estimates are no longer unbiased, and much closer with few features. Beside a window
-features of far keys are learned, too, and the way with the lower error on held-out images is used.
+features of far keys are learned also, and the way with the lower error on held-out images is used.
 --keep=1 keeps softmax attention in the layer with the largest error. With --exact_window=0,16
 patches are in the order of a Z-order curve: a square of 16 and both neighbours are exact for each
 other, and class token and registers for all. The window alone is a row of the table. With
@@ -31,7 +31,7 @@ all keys for the class token. --tolerance=0.1 is the largest attention error of 
 stays exact; numbers that are given are then limits.
 
 A run of another task is converted by the command of its task. Its loss is reported if it has no
-accuracy, and with it the task's measures loss_..., such as that of the second half of a text.
+accuracy, and with it the task's measures loss_..., such as the loss of the second half of a text.
 Causal layers have windows in the place of exact keys and rows.
 """
 
@@ -76,7 +76,7 @@ def compare(
 ) -> Iterator[metrics.Record]:
     """Yield one record for each case: accuracy (or loss) over draws, and attention errors.
 
-    The first records, with m = 0, are those of softmax and uniform attention, and of softmax over
+    The first records, with m = 0, are for softmax and uniform attention, and of softmax over
     the exact keys of each window alone. Attention errors are means over heads, on the inputs that
     the layers have with softmax attention on evaluation examples.
 
@@ -142,14 +142,14 @@ def cases_of(
     exact_window: Sequence[int],
     **same: Any,
 ) -> tuple[list[Case], Case]:
-    """Return the attention to compare, and that of the converted run.
+    """Return the attention to compare, and the attention of the converted run.
 
     Args:
-        coupling: couplings; the first is that of the run.
+        coupling: couplings; the first is the run's.
         calibration: of the run; sizes are compared also without.
-        num_features: numbers of features; the largest is that of the run, if any is given.
+        num_features: numbers of features; the largest is the run's, if any is given.
         refine_steps: steps of a further case and of the run, if not 0.
-        exact_window: windows; the largest is that of the run.
+        exact_window: windows; the largest is the run's.
         same: fields of `Block` and of `Case` that are those of all.
     """
     both = {name: same.pop(name) for name in ("exact_keys", "exact_rows")}
@@ -224,17 +224,17 @@ def convert(
     Args:
         workdir: folder of a run with softmax attention.
         out: folder of the report and the converted run; WORKDIR-performer if none.
-        coupling: couplings to compare (`performer.couplings.names()`); the first is that of the
-            converted run.
+        coupling: couplings to compare (`performer.couplings.names()`); the first is the
+            converted run's.
         calibration: shift, shift+scale or full (`performer.calibration`); "none" is always
             compared also if sizes are given.
-        num_features: numbers of features m to compare; the largest is that of the converted run.
+        num_features: numbers of features m to compare; the largest is the converted run's.
             None are given: each layer has sizes of its own.
         refine_steps: steps of refinement after the calibration; if not 0, refined frequencies are a
             further row, and the converted run has them.
         keep: number of layers that stay exact, those with the largest attention errors.
         exact_window: tokens of a chunk whose keys are exact for it and its neighbours, 0 for none;
-            the largest is that of the converted run.
+            the largest is the converted run's.
         exact_keys: keys of a head that are exact, those with the largest weights, in all cases.
         exact_rows: first tokens whose attention is exact, in all cases: 1 for a class token.
         tolerance: largest attention error of a layer on held-out training examples; layers that do

@@ -6,9 +6,9 @@
     python -m vit.evaluate --workdir=runs/pm --name=imagenet_v2 --data_dir=data --split=test
 
 --report=attention writes `attention.csv`, `.md` and `.png` (a heat map) into the folder of the run:
-the error of the random-feature attention of each layer and head on evaluation images, beside that
-of uniform attention. The frequencies are new draws by the run's coupling; the refined frequencies
-of `vit.convert` are not measured.
+the error of the random-feature attention of each layer and head on evaluation images, and the error
+of uniform attention. The frequencies are new draws by the run's coupling; refined frequencies of
+`vit.convert` are not measured.
 
 --report=classes writes `classes.csv`, `classes.md` and `confusion.csv` into the folder of the run
 (`vit.reports.class_report`) and prints the worst classes.
@@ -127,7 +127,7 @@ def main(
         split: split to evaluate, as test or train[99%:].
         name: data set with the same classes, or some of them.
         data_dir: folder of that data set.
-        batch_size: images per batch; that of the run if none.
+        batch_size: images per batch; the run's if none.
     """
     given = {"eval_split": split, "name": name, "dir": data_dir, "batch_size": batch_size}
     fields = {f"data.{field}": value for field, value in given.items() if value is not None}

@@ -3,7 +3,7 @@
     python -m vit.export --workdir=runs/photos --out=photos.stablehlo
 
 The program (StableHLO, by `jax.export`) maps images (b, size, size, channels) of uint8, for any
-number b, to logits (b, classes) in float32, on CPU, TPU and CUDA GPU. A small json beside it holds
+number b, to logits (b, classes) in float32, on CPU, TPU and CUDA GPU. A small json with it holds
 class names, image size, channels, preprocessing and versions. The parameters are in the program.
 
 The command prints the lines of Python that run the program; they need jax and flatbuffers. JAX
@@ -40,15 +40,15 @@ print([about["class_names"][i] for i in logits.argmax(-1)])
 """Python that runs the program with JAX alone, in the folder of its files."""
 
 
-def beside(out: Path) -> Path:
+def description(out: Path) -> Path:
     """Return the json file of a program.
 
     Raises:
-        ValueError: if the ending is that of the other file, or a file exists already.
+        ValueError: if the ending belongs to the other file, or a file exists already.
     """
     if out.suffix in ("", ".json"):
         raise ValueError(
-            f"--out={out} is the name of the program, with .json beside it: let it end in"
+            f"--out={out} is the name of the program, with .json next to it: let it end in"
             " .stablehlo"
         )
     there = [str(path) for path in (out, out.with_suffix(".json")) if path.exists()]
@@ -58,17 +58,17 @@ def beside(out: Path) -> Path:
 
 
 def export(trained: use.Trained, out: Path) -> str:
-    """Write the program of a model and the file beside it, each atomically; return the loader.
+    """Write the program of a model and its description, each atomically; return the loader.
 
     Args:
         trained: result of `vit.load`.
         out: the program; its folder is made.
 
     Raises:
-        ValueError: as `beside`.
+        ValueError: as `description`.
         OSError: if a file cannot be written; neither exists then.
     """
-    about, program = beside(out), symbolic(trained)
+    about, program = description(out), symbolic(trained)
     content = bytes(program.serialize())  # fails above 2 GiB
     out.parent.mkdir(parents=True, exist_ok=True)
     record = {"program": out.name, **described(trained, program)}
@@ -124,7 +124,7 @@ def main(workdir: Path, out: Path, step: str | None = None) -> None:
         out: program to write, as photos.stablehlo.
     """
     devices.check_alone()
-    about = beside(out)
+    about = description(out)
     print(f"loading {workdir} and lowering it for {', '.join(PLATFORMS)}", file=sys.stderr)
     loader = export(use.load(workdir, step), out)
     for path in (out, about):

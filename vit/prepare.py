@@ -79,7 +79,7 @@ def prepare(
     Args:
         source: folder with raw pictures, in one of the forms above.
         out: folder of TFDS data sets; made if it does not exist.
-        name: name of the data set, lower case letters, digits and underscores; that of the folder
+        name: name of the data set, lower case letters, digits and underscores; the folder's
             if empty.
         max_bad_files: number of unreadable files that are tolerated.
         validation: share of training that is held out; None: 0.1 if there is no other split, else

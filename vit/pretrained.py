@@ -14,8 +14,8 @@ config the run has no data; `vit.predict`, `vit.export` and `vit.load` accept it
 Supported are Hugging Face's ViT, DeiT, DINOv2 and SigLIP and timm's vit_* and deit_*
 (.safetensors), and google-research's vision_transformer and big_vision (.npz). Beside .safetensors
 config.json is required, which names the network; an unknown network or argument is refused. The
-model section of the config becomes that of the weights, except for dropout, drop_path, dtype, remat
-and the initial values. Adapted are:
+model section of the config becomes the one of the weights, except for dropout, drop_path, dtype,
+remat and the initial values. Adapted are:
 
     positions   resampled to config.data.image_size, bicubic, as the library of the file does it:
                 timm, google-research and DINOv2 with registers with antialiasing, the others of
@@ -77,7 +77,7 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
 
 
 def of_encoder(config: configs.Config | None, encoder: Encoder) -> configs.Config:
-    """Return the config with the model of the encoder; if None, that of a run without data."""
+    """Return the config with the model of the encoder; without one, for a run without data."""
     if config is None:
         pixels, patch = encoder.metadata.input_size, configs.Model(**encoder.model).patch_size
         side = pixels // patch * patch or encoder.image_size or IMAGE_SIZE

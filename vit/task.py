@@ -59,7 +59,7 @@ def no_distances(*_: Any) -> Any:
 
 
 class NoSettings(NamedTuple):
-    """Settings of a task without any beside the config."""
+    """Settings of a task that has none but the config."""
 
 
 class Task(NamedTuple):

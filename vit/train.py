@@ -46,7 +46,7 @@ def main(
     """Run the command.
 
     Args:
-        config: bundled config or file with get_config(); that of the run if none.
+        config: bundled config or file with get_config(); the run's if none.
         workdir: folder of the run; created if missing.
         dry_run: compile the run, print its cost and stop.
         topology: with --dry_run: devices to compile for, as v5e:4x4 or h100:8.

@@ -337,7 +337,7 @@ def tflite_tensors(content: bytes) -> dict[str, np.ndarray]:
 
 
 def read_keywords(content: bytes) -> Any:
-    """KWT-1; the file computes its spectrogram by products of matrices, too."""
+    """KWT-1; the file also computes its spectrogram by products of matrices."""
     arrays = tflite_tensors(content)
 
     def own(*parts: str) -> np.ndarray:

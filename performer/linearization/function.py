@@ -119,7 +119,7 @@ def linearize(
         tolerance: largest attention error of a layer; by default 0.1, refined 0.05. If sizes are
             given, `num_features` and `exact_keys` are limits for it: each place has the cheapest
             numbers, down to an eighth of the features, that meet it, and stays exact if none do.
-        where: name -> whether that place is replaced. Names are those of the report: "model.py:57",
+        where: name -> whether that place is replaced. Names follow the report: "model.py:57",
             and "model.py:57 #1" for the second place of a line.
         measured: result of `measure` on the same batches, to try several options.
         seed: of the frequencies.

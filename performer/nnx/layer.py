@@ -64,7 +64,7 @@ class PerformerAttention(nnx.Module):
             the axis, and calls with a mask or `sow_weights`, are left to the compiler. Cannot be
             combined with exact pairs.
         transferred: reserve `learned` for features of attention transfer, whose query frequencies
-            and weights `performer.nnx.linearize` sets beside a window.
+            and weights `performer.nnx.linearize` sets with a window.
         rngs: random streams; `frequencies` is used, or the default one.
         options: constant keywords of `performer.performer_attention`, such as `feature_map` and
             `implementation`. `exact_window`, `exact_first` and `alibi_slopes` require self

@@ -16,9 +16,9 @@ Estimates with few positive features, and more so their squared errors, have hea
 Samples without the rare large values have too small a mean and standard deviation: for m <= 2 a z
 test of the squared error raises 5 to 15 times its nominal alarms. Therefore scores of means are
 corrected for skewness if that lowers them (Hall 1992), and `assert_mse` uses a lower bound of the
-standard deviation from the log-normal law of a feature. Checked over repeated keys, at nominal
-rates of 5e-2 to 1e-4, for m = 1, 2 and 4, iid, coupled and antithetic: `assert_mse` keeps its rate
-with 200 to 20,000 draws, `assert_unbiased` with 2,000 or more (within errors of counting).
+standard deviation from the log-normal distribution of a feature. Checked over repeated keys, at
+nominal rates of 5e-2 to 1e-4, for m = 1, 2 and 4, iid, coupled and antithetic: `assert_mse` keeps
+its rate with 200 to 20,000 draws, `assert_unbiased` with 2,000 or more (within errors of counting).
 """
 
 from collections.abc import Callable, Sequence
@@ -100,8 +100,8 @@ def assert_gaussian_marginals(
     for row in range(m):
         x, name = drawn[:, row], f"row {row}: the"
         length, along = np.linalg.norm(x, axis=-1), x @ directions.T
-        law = stats.chi(d).cdf
-        _assert_laws(length[:, None], law, level, [f"{name} length is not chi_{d}"])
+        distribution = stats.chi(d).cdf
+        _assert_laws(length[:, None], distribution, level, [f"{name} length is not chi_{d}"])
         means = np.mean(along, axis=0)
         i = np.argmax(abs(means))
         fault = f"{name} projection on {places[i]} has the mean {means[i]:.4g} instead of 0"
@@ -193,8 +193,8 @@ def assert_lower_mse(
 ) -> None:
     """Assert that the mean squared error of `lower` is significantly below that of `higher`.
 
-    A z test of the difference at `general_points(d)`. Couplings whose errors have equal laws pass
-    with at most the probability `FALSE_ALARM_RATE` (5 to 8 times that for equal means and a far
+    A z test of the difference at `general_points(d)`. Couplings whose errors are alike pass with at
+    most the probability `FALSE_ALARM_RATE` (5 to 8 times that for equal means and a far
     heavier tail of `lower`). A difference of 5 standard errors, about 10 to 15 / sqrt(draws) of the
     error, is found.
 
@@ -316,8 +316,8 @@ def _assert_laws(
 ) -> None:
     """Kolmogorov-Smirnov tests of the columns by Massart's bound (1990), valid for any n."""
     n, ordered = len(samples), np.sort(samples, axis=0)
-    law, below = cdf(ordered), np.arange(n)[:, None] / n
-    distances = np.maximum(law - below, below + 1 / n - law)
+    distribution, below = cdf(ordered), np.arange(n)[:, None] / n
+    distances = np.maximum(distribution - below, below + 1 / n - distribution)
     at, i = np.unravel_index(np.argmax(distances), distances.shape)
     fault = f"{faults[int(i)]}: Kolmogorov-Smirnov distance {distances[at, i]:.4f}"
     score, threshold = np.sqrt(n) * distances[at, i], np.sqrt(np.log(2 / level) / 2)

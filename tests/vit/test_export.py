@@ -110,9 +110,9 @@ def test_a_full_disk_leaves_nothing_and_the_same_command_works(tmp_path, monkeyp
 def test_nothing_is_overwritten(tmp_path):
     for name in ("bees", "bees.json"):
         with pytest.raises(ValueError, match=r"--out=.*let it end in .stablehlo"):
-            export.beside(tmp_path / name)
+            export.description(tmp_path / name)
     for name in ("birds.json", "birds.stablehlo"):
         (tmp_path / name).touch()
         with pytest.raises(ValueError, match=rf"already there: .*{name}; remove it or take anoth"):
-            export.beside(tmp_path / "birds.stablehlo")
+            export.description(tmp_path / "birds.stablehlo")
         (tmp_path / name).unlink()

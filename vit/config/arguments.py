@@ -16,7 +16,7 @@ The annotation of a parameter is int, float, bool, str, Path, a `Literal` of cho
 or None, a `Sequence` of them, separated by commas, or `list[str]`, a flag that may be repeated. A
 NamedTuple is a group of flags, and `config` stands for `--config` and a flag for each field of it.
 A parameter without a default is required; one before `/` and `*names` are positional words. Help
-texts are those of the docstring; `COMMON` has those of parameters that it leaves out. An unknown
+texts come from the docstring; `COMMON` has those of parameters that it leaves out. An unknown
 flag or value is an error of one line.
 """
 
@@ -221,7 +221,7 @@ KINDS = {int: "integer", float: "number", str: "text", Path: "path", bool: "true
 COMMON = {
     "data_dir": "folder of data; scikit-learn's and synthetic if none",
     "data_sets": "names of data sets; all if none",
-    "graphs": "names of generated graphs or files in data_dir/graphs; those of the paper if none",
+    "graphs": "names of generated graphs or files in data_dir/graphs; the paper's if none",
     "workdir": "folder of the run",
     "step": "step of the checkpoint, or best; the newest if none",
     "config": "bundled config or file with get_config()",

@@ -249,14 +249,17 @@ class Data:
         0, "RandAugment (Cubuk et al. 2020): random operations per training image.", 0, 20
     )
     randaugment_magnitude: float = _number(
-        10.0, "Strength of RandAugment: three times that of AugReg, big_vision and timm.", 0, 30
+        10.0,
+        "Strength of RandAugment: three times the value of AugReg, big_vision and timm.",
+        0,
+        30,
     )
     mixup: float = _number(
         0.0, "Alpha of mixup (Zhang et al. 2018) of images of a batch.", 1e-3, 1e3, "no mixup"
     )
     cutmix: float = _number(
         0.0,
-        """Alpha of CutMix (Yun et al. 2019): rectangles of other images. With mixup, too, a batch
+        """Alpha of CutMix (Yun et al. 2019): rectangles of other images. With mixup also, a batch
         has one of the two, with probability 1/2.""",
         *(1e-3, 1e3, "no CutMix"),
     )
@@ -340,7 +343,7 @@ class Config:
     log_every: int = _count(10, "Steps between lines of metrics.jsonl.", 1)
     eval_every: int = _count(100, "Steps between evaluations.", 1)
     checkpoint_every: int = _count(
-        100, "Steps between checkpoints; the last two and that of the best evaluation are kept.", 1
+        100, "Steps between checkpoints; the last two and the best are kept.", 1
     )
     keep_every: int = _count(0, "Steps between checkpoints that are never deleted; 0: none.")
 

@@ -10,7 +10,7 @@
 The patch is the largest of 1, 2, 4, 8 and 16 pixels that leaves 7 x 7 patches. A batch is the power
 of two at most 2 sqrt(pictures), and at most 4096; a run has 90 epochs, and at least 600 steps, a
 tenth of them warm-up. It is evaluated 20 times. A flag overrides any field; the others are then
-derived from it: with fewer epochs the warm-up is shorter, too.
+derived from it: with fewer epochs the warm-up is also shorter.
 """
 
 import math

@@ -17,7 +17,7 @@ BUNDLED = Path(__file__).parents[2] / "experiments" / "configs"
 def bundled_path(name: str) -> Path:
     """Return the file of a bundled config, or the path of an existing file as it is.
 
-    They are found beside this package from any working directory, even one with its own
+    They are found next to this package from any working directory, even one with its own
     `experiments`.
 
     Raises:

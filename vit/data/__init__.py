@@ -408,7 +408,7 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Yield every evaluation example once, in order, in batches of the same shape.
 
-    Images are those of `evaluated_pixels`.
+    Images come from `evaluated_pixels`.
 
     Args: as `train_batches`.
 

@@ -51,7 +51,7 @@ def task(num_classes: int, channels: int, kind: str = "softmax") -> Task:
 def of_run(config: Config, described: Mapping[str, Any]) -> tuple[Dataset, Task]:
     """Return the data set of the config, and the task of classifying its images.
 
-    Labels are those of the run, by the names in its `task.json`.
+    Labels are the run's, by the names in its `task.json`.
 
     Raises:
         ValueError: as `data.load`; or if the data have classes that the run does not have.
@@ -93,7 +93,7 @@ def sigmoid_cross_entropy(
 def loss(model: ViT, examples: Examples, kind: str = "softmax") -> tuple[Array, Sums]:
     """Return the mean cross entropy, and the number of correct answers ("accuracy").
 
-    The correct class of a blend of two images is that of the larger share.
+    The correct class of a blend of two images is the class of the larger share.
     """
     images, targets = examples
     logits, _ = model(images)

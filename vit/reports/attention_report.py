@@ -1,6 +1,6 @@
 """Errors of a model's own attention against softmax attention, per layer and head.
 
-Queries and keys are those of the model on given examples; the frequencies are drawn anew, by the
+Queries and keys are the model's on given examples; the frequencies are drawn anew, by the
 coupling and with the calibration of each layer. `performer.analysis` defines the errors.
 """
 

@@ -1,4 +1,4 @@
-"""Loggers beside `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
+"""Loggers in addition to `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
 
     python -m vit.train --config=digits --workdir=runs/pm --log=wandb,mlflow
 

@@ -64,8 +64,8 @@ def subject(
 
     Args:
         config: config of the run.
-        dataset: data set to return; None for that of the run.
-        task: task to return; None for that of the run, or with a `dataset` image classification.
+        dataset: data set to return; None for the run's.
+        task: task to return; None for the run's, or with a `dataset` image classification.
         workdir: folder of the run; None for image classification.
 
     Raises:
@@ -261,7 +261,7 @@ def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
     Unreadable checkpoints are moved to the folder `unreadable`.
 
     Raises:
-        ValueError: when no checkpoint can be read, or their folder is missing beside a log.
+        ValueError: when no checkpoint can be read, or their folder is missing and there is a log.
     """
     if not devices.agree(bool(checkpoint.found(workdir))):
         step, folder = last_step(workdir / "metrics.jsonl"), workdir / "checkpoints"

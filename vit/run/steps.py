@@ -86,7 +86,7 @@ def shapes(
 def parameters(state: nnx.State) -> dict[str, Any]:
     """Return the parameters in the state of (model, optimizer) by name.
 
-    The order is that of `jax.tree.leaves`; a name is a path, as "blocks.0.attention.key.bias".
+    The order is as in `jax.tree.leaves`; a name is a path, as "blocks.0.attention.key.bias".
     """
     model = nnx.filter_state(state, nnx.Param)
     return {
@@ -192,7 +192,7 @@ def loss_and_gradients(
     """Return the mean loss of the examples, the sums of `task.loss`, and the gradients.
 
     Gradients are accumulated over `parts` parts of the batch, so that only the activations of one
-    part are in memory; the result is that of the whole batch.
+    part are in memory; the result is the same as for the whole batch.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 

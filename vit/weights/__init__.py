@@ -1,4 +1,4 @@
-"""Published encoders: files of weights and the JSON beside them.
+"""Published encoders: files of weights and the JSON next to them.
 
 A file .safetensors is that of transformers (`hugging_face`) or of timm; .npz is `google`. Nothing
 here runs what a file contains: pickles (.bin, .pth, .pt) are refused.
@@ -25,7 +25,7 @@ CONVERT = (
 
 
 def read(path: Path) -> Encoder:
-    """Read the encoder in a file .npz, or .safetensors with the JSON beside it.
+    """Read the encoder in a file .npz, or .safetensors with the JSON next to it.
 
     Args:
         path: the file. Beside .safetensors config.json is required, which names the network, and
@@ -40,7 +40,7 @@ def read(path: Path) -> Encoder:
     if path.suffix in PICKLES:
         raise ValueError(
             f"{path} is a pickle, which can run programs when it is read, and is refused. Use the"
-            " model.safetensors that is published beside it, or convert it, with torch installed:"
+            " model.safetensors that is published with it, or convert it, with torch installed:"
             f'\n  python -c "{CONVERT.format(path.name)}"'
         )
     if path.suffix != ".safetensors" or "-of-" in path.stem:
@@ -69,7 +69,7 @@ def read(path: Path) -> Encoder:
     try:
         encoder = library.read(as_float32(arrays), config, preprocessor)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        message = error if isinstance(error, ValueError) else f"the JSON beside it: {error!r}"
+        message = error if isinstance(error, ValueError) else f"the JSON next to it: {error!r}"
         raise ValueError(f"{path}: {message}") from error
     return encoder._replace(lines=[*encoder.lines, *lines])
 

@@ -35,7 +35,7 @@ class Metadata(NamedTuple):
     origin: str
     """Library and family: "Hugging Face's DINOv2"."""
     width: int
-    """Width of the blocks, which must be that of the arrays."""
+    """Width of the blocks, which must fit the arrays."""
     num_heads: int
     epsilon: float
     activation: str
@@ -271,7 +271,7 @@ def _fold_pixels(named: Arrays, mean: Sequence[float], std: Sequence[float]) -> 
     if not (usable and all(1e-3 <= x <= 1 for x in std)):
         raise ValueError(
             f"{kernel.shape[2]} colours from 0 to 1 cannot be normalised by image_mean={mean},"
-            f" image_std={std}: set in a preprocessor_config.json beside the file a mean from 0 to"
+            f" image_std={std}: set in a preprocessor_config.json next to the file a mean from 0 to"
             " 1 and a standard deviation from 0.001 to 1 of each colour"
         )
     shift = np.einsum("ijcw,c->w", kernel, (0.5 - np.array(mean)) / np.array(std))

@@ -13,7 +13,7 @@ leading axis, under no prefix, "params/" or "opt/target/". Theirs and ours:
     Transformer/encoder_norm, pre_logits, head   norm, pre_logits, head
 
 A file without positions was trained with fixed ones ("sincos"); one without cls averages over
-patches. The older layout adds a position to the class token, too: see `encoder`.
+patches. The older layout also adds a position to the class token: see `encoder`.
 """
 
 import re
@@ -57,7 +57,7 @@ PARTS = {
 
 
 def read(path: Path) -> Encoder:
-    """Read an encoder; arrays beside the parameters, as the moments of an optimiser, are left out.
+    """Read an encoder. Other arrays, such as the moments of an optimiser, are left out.
 
     Raises:
         ValueError: if the file cannot be read, holds pickled objects or no ViT, or arrays have no

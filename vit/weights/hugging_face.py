@@ -1,8 +1,8 @@
-"""Encoders of transformers: ViT, ViT-MSN, DeiT, DINOv2 (with registers, too) and SigLIP.
+"""Encoders of transformers: ViT, ViT-MSN, DeiT, DINOv2 (also with registers) and SigLIP.
 
 Of a model with two towers the vision tower is read.
 
-Names are those of the published files, modeling_vit.py, modeling_deit.py, modeling_dinov2.py,
+Names follow the published files, modeling_vit.py, modeling_deit.py, modeling_dinov2.py,
 modeling_dinov2_with_registers.py and modeling_siglip.py of huggingface/transformers. config.json
 contains only values that differ from the defaults of the class in transformers.
 """

@@ -1,6 +1,6 @@
 """Encoders of timm: vit_*, deit_*, deit3_*, flexivit_* and eva_large_*.
 
-Names are those of vision_transformer.py and deit.py of huggingface/pytorch-image-models. The name
+Names follow vision_transformer.py and deit.py of huggingface/pytorch-image-models. The name
 of the architecture, in config.json, stands for arguments in its code; `model_args` contains the
 other arguments. An architecture or argument that is not in a table here is refused.
 """
@@ -159,4 +159,4 @@ def _check(arguments: dict[str, Any]) -> None:
                 f" {'; '.join(known)}; and {', '.join(any_value)}"
             )
     if "embed_dim" in arguments and "num_heads" not in arguments:
-        raise ValueError("config.json: model_args must name num_heads beside embed_dim")
+        raise ValueError("config.json: model_args must name num_heads with embed_dim")

@@ -243,7 +243,7 @@ def fit_head(
     if order == list(range(len(order))):
         return []
     named |= {name: named[name][..., np.array(order)] for name in HEAD & named.keys()}
-    return ["head: its classes are sorted as those of the data"]
+    return ["head: its classes are sorted as the data's"]
 
 
 def unfit(old: Mapping[str, Any], new: Mapping[str, Any], more: Collection[str] = ()) -> set[str]:

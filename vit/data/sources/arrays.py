@@ -70,7 +70,7 @@ def read_idx_folder(source: Path, _: str = "") -> Source | None:
         prefix = path.name.split("-images-idx3-ubyte")[0]
         labels = sorted(source.glob(f"{prefix}-labels-idx1-ubyte*"))
         if not labels:
-            raise ValueError(f"{path} has no labels beside it ({prefix}-labels-idx1-ubyte)")
+            raise ValueError(f"{path} has no labels next to it ({prefix}-labels-idx1-ubyte)")
         split = "train" if prefix.endswith("train") else "test"
         found.append((split, Arrays(str(path), read_idx(path, 3), read_idx(labels[0], 1))))
         files += [path, labels[0]]

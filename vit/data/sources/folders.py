@@ -52,12 +52,12 @@ def split_folders(source: Path) -> list[Path]:
     """Return the folders with the name of a split that are no classes.
 
     Classes hold pictures. A folder that holds both pictures and class folders is a split if no
-    other class is beside it.
+    other class is next to it.
     """
     named = [path for path in folders(source) if path.name.lower() in SPLITS]
     holding = [path for path in named if _holds_pictures(path)]
-    beside = holding and any(pictures(path) for path in folders(source) if path not in named)
-    classes_of = [path for path in holding if beside or not classes(path)]
+    others = holding and any(pictures(path) for path in folders(source) if path not in named)
+    classes_of = [path for path in holding if others or not classes(path)]
     return [path for path in named if path not in classes_of]
 
 
