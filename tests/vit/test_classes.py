@@ -84,7 +84,7 @@ def test_a_head_is_sorted_as_the_classes_of_the_data():
     head = {"head/kernel": rng.normal(size=(4, 12)), "head/bias": rng.normal(size=12)}
     named = dict(head)
     lines = transfer.fit_head(named, placeholders(12), TEXT_ORDER)
-    assert lines == ["head: its classes are sorted as those of the data"]
+    assert lines == ["head: its classes are sorted as the data's"]
     for name, x in head.items():
         np.testing.assert_array_equal(named[name], x[..., list(map(int, TEXT_ORDER))])
     assert transfer.fit_head(named, placeholders(12), "abcdefghijkl") == []

@@ -202,7 +202,7 @@ REFUSED = [
     ),
     (dict, None, '(?s)must name the network.*{"architecture": "vit_small_patch14_dinov2", "global'),
     (dict, [1], "config.json is no JSON object"),
-    (dict, HEADLESS, "must name num_heads beside embed_dim"),
+    (dict, HEADLESS, "must name num_heads with embed_dim"),
     (lambda _: CONV, timm_config(), r"have no place in this ViT:\n  conv1.weight: \(3, 3\)"),
     (lambda x: x | NORM, timm_config(), r"no place in this ViT:\n  blocks.1.attn.q_norm.weight"),
     (lambda x: x | NAN, timm_config(), r"are no weights:\n  norm.bias: not finite"),
@@ -319,7 +319,7 @@ def test_a_mean_or_deviation_that_no_pictures_have_is_refused(file):
         about = {"image_mean": mean, "image_std": std}
         path = file("hf_vit", config=beside("hf_vit"), preprocessor_config=about)
         message = refused(path, r"3 colours from 0 to 1 cannot be normalised by image_mean=\[")
-        assert "set in a preprocessor_config.json beside the file" in message
+        assert "set in a preprocessor_config.json next to the file" in message
     bare = {"architecture": "vit_tiny_patch16_224", "global_pool": "token"}
     bare |= {"model_args": {"embed_dim": 16, "num_heads": 2}}
     refused(file("timm_vit", config=bare), r"cannot be normalised by image_mean=\(\), image_std=")
@@ -352,7 +352,7 @@ def test_classes_of_another_order_are_sorted():
     order = [4, 2, 0, 1, 3]
     for names, columns, told in [
         (CLASS_NAMES, [0, 1, 2, 3, 4], []),
-        (tuple(CLASS_NAMES[i] for i in order), order, ["sorted as those of the data"]),
+        (tuple(CLASS_NAMES[i] for i in order), order, ["sorted as the data's"]),
         (("ant", "bee", "cow", "dog", "eel"), [0, 1, 2, 3, 4], ["its 'class a' for 'ant'"]),
     ]:
         named, lines = pretrained.fitted(encoder, model, data.Dataset((), (), names, 3))

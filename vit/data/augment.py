@@ -43,8 +43,8 @@ def inception_box(width: int, height: int, rng: np.random.Generator) -> Box:
     """Return a random part of an image (Szegedy et al. 2015, section 6), in whole pixels.
 
     Its share of the area is uniform in [0.08, 1] and the logarithm of width / height uniform
-    between log 3/4 and log 4/3, given that it fits; its place is uniform. If ten tries do not fit, it
-    is the largest part in the centre with width / height between 3/4 and 4/3.
+    between log 3/4 and log 4/3, given that it fits; its place is uniform. If ten tries do not fit,
+    it is the largest part in the centre with width / height between 3/4 and 4/3.
     """
     part = _random_part(width, height, rng, (0.08, 1.0), (3 / 4, 4 / 3))
     if part is not None:
@@ -58,8 +58,8 @@ def random_erasing(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Fill a random rectangle with uniform random pixels (Zhong et al. 2020, RE-R).
 
     Its share of the area is uniform in [0.02, 1/3] and the logarithm of width / height uniform
-    between log 0.3 and log 1/0.3, as in DeiT (the paper: share up to 0.4, uniform ratio), given that
-    it fits; its place is uniform. If ten tries do not fit, the image is unchanged.
+    between log 0.3 and log 1/0.3, as in DeiT (the paper: share up to 0.4, uniform ratio), given
+    that it fits; its place is uniform. If ten tries do not fit, the image is unchanged.
     """
     part = _random_part(image.shape[1], image.shape[0], rng, (0.02, 1 / 3), (0.3, 1 / 0.3))
     if part is None:
