@@ -90,6 +90,11 @@ OWN: dict[str, harness.Row] = {
         log="x",
     ),
     "graphs/scale/graph_scale": scale.FIGURES["graph_scale"],
+    "imagenette/curves": dict(
+        x="epoch",
+        y={"accuracy": "accuracy (3,925 photographs)", "loss": "loss (nats)"},
+        line="{attention}",
+    ),
     "language_model/convert/convert": dict(
         change=lambda rows: [r | {"m": r["m"] or ""} for r in rows if r["window"] <= 16],
         x="m",
