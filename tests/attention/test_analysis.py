@@ -332,7 +332,7 @@ def test_recommend():
     options |= dict(tolerance=1e-9, limit=4, exact_keys=S, show=tried.append)
     found = recommend(query, key, **options)
     assert (found.num_features, found.exact_keys) == (2, S)
-    assert str(found).startswith(f"2 features of gaussian beside {S} exact keys are enough.\n")
+    assert str(found).startswith(f"2 features of gaussian with {S} exact keys are enough.\n")
     order = [line.split(":")[0] for line in tried]
     half = f" and {S // 2} exact keys"
     assert order == [
