@@ -320,3 +320,25 @@ def test_the_report(tmp_path):
     assert lines[0].startswith(f"path,layer,head,attention,{sizes},attention error")
     assert len(lines) == 1 + HEADS
     assert "worst heads: attention head" in str(report)
+
+
+class Twice(nnx.Module):
+    """A layer that is called with a mask, then without one."""
+
+    def __init__(self):
+        options = dict(num_heads=HEADS, in_features=WIDTH, decode=False)
+        self.attention = nnx.MultiHeadAttention(**options, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, mask):
+        return self.attention(self.attention(x, mask=mask))
+
+
+def test_a_mask_of_an_earlier_call_is_read():
+    """The last call decided that there are none: a compiled program then refused the mask."""
+    new, report = linearize(Twice(), [(x, PADDED) for x in BATCHES], num_features=16)
+    assert not report.left
+    compiled = nnx.jit(lambda model, x, mask: model(x, mask))
+    got = compiled(new, X[0], PADDED)
+    mask = KEYS  # the same keys, not as pairs
+    exists = EXIST[..., None] * np.ones(WIDTH)
+    np.testing.assert_allclose(got * exists, new(X[0], mask) * exists, atol=1e-5)
