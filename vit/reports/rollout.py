@@ -7,6 +7,7 @@ Abnar & Zuidema 2020, eq. 1: with A_l the attention matrix of layer l, mean over
 whose row t has the share of each patch in token t of the last layer.
 """
 
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,7 +95,8 @@ def draw(image: np.ndarray, title: str, maps: Maps, path: Path, *, same: bool) -
         for axis, name in zip(axes, [title, *shown], strict=True):
             axis.imshow(picture, extent=whole)
             axis.grid(False)
-            axis.set(title=name, xticks=[], yticks=[])
+            lines = textwrap.fill(name, 84 // len(axes))  # letters that a panel has room for
+            axis.set(title=lines, xticks=[], yticks=[])
         for axis, values in zip(axes[1:], shown.values(), strict=True):
             heat = axis.imshow(np.asarray(values), extent=whole, alpha=0.65, vmin=0, vmax=largest)
         drawn.colorbar(heat, ax=axes[1:], label="share of the patch (rollout)", shrink=0.8)
