@@ -441,8 +441,8 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
     tables = {"results": rows(results), "curves": curves(results), "seeds": seeds(results, out)}
     table, *_ = [reports.table(lines, out / name) for name, lines in tables.items()]
     if any(result.baseline for result in results):
-        label = f"difference in accuracy to {baseline}"
-        harness.figure(out / "results", **FIGURES["results"] | {"ylabel": label})
+        named: Any = {"ylabel": f"difference in accuracy to {baseline}"}
+        harness.figure(out / "results", **FIGURES["results"] | named)
     harness.figure(out / "curves", **FIGURES["curves"])
     point = "first" if len({r.setting.coupling for r in results}) == 1 else "same"
     diverged = "; ".join(
