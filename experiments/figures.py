@@ -93,7 +93,10 @@ OWN: dict[str, harness.Row] = {
     "imagenette/curves": dict(
         x="epoch",
         y={"accuracy": "accuracy (3,925 photographs)", "loss": "loss (nats)"},
-        line="{attention}",
+        change=lambda rows: [
+            row | {"line": row["attention"] + ", seed 1" * (row["seed"] == 1)} for row in rows
+        ],
+        line="{line}",
     ),
     "language_model/convert/convert": dict(
         change=lambda rows: [r | {"m": r["m"] or ""} for r in rows if r["window"] <= 16],
