@@ -232,7 +232,7 @@ def _block(
     later: Incoming | None,
     kept: ChunkStates | None,
 ) -> tuple[Incoming, State]:
-    """What enters the next block, and the rows (k, b, c, g s) of the chunks of this one.
+    """Return what enters the next block, and the rows (k, b, c, g s) of the chunks of this one.
 
     `later` enters from the other end, None if attention is causal. `kept` are the states of the
     chunks, if the pass over later keys has kept them.

@@ -145,7 +145,7 @@ def test_the_verdict(error, expected):
 
 
 def test_the_change_of_the_outputs_is_reported():
-    """Of the last batch, against a computation in float64; integers are no outputs."""
+    """Compare the last batch with a computation in float64; integers are no outputs."""
     first, last = tokens(0), tokens(1, 2.0)
 
     def function(x):

@@ -39,7 +39,7 @@ class Size(NamedTuple):
 
 
 TINY = Size(width=16, depth=2, heads=2, mlp=32, patch=4, sides=(6, 4))
-"""Of `tests/support/published`."""
+"""Content of `tests/support/published`."""
 
 ENCODERS = {
     "hf_vit": ("ViTForImageClassification", {}),

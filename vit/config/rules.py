@@ -1,4 +1,4 @@
-"""What a config must satisfy: the range of each field, and conditions on several fields."""
+"""Rules for a config: the range of each field, and conditions on several fields."""
 
 import re
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def validate(config: Config) -> None:
                 re.sub(r"config\.([\w.]+)", lambda x: f"{x[0]} ({flat[x[1]]!r})", message)
             )
     try:
-        for block in blocks(config):
+        for block in dict.fromkeys(blocks(config)):
             parts = performer.calibration.parts(block.calibration)
             feature_map = performer.features.get(own.feature_map)
             if parts and not feature_map.exponential:
