@@ -34,6 +34,7 @@ both at once. The modules, in the order in which a call meets them:
 """
 
 from performer.attention.op import attention_weights as attention_weights
+from performer.attention.op import explain as explain
 from performer.attention.op import performer_attention as performer_attention
 from performer.attention.parallel import earlier_devices as earlier_devices
 from performer.attention.parallel import over_devices as over_devices

@@ -6,6 +6,7 @@ returns rows (`state.State`), `combine` adds them, and `ratio` divides. Other at
 of all keys, which the queries look up block by block (`state.attend`).
 """
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, cast, overload
@@ -53,6 +54,7 @@ from performer.numerics import operand_dtype
 from performer.typing import float32_or_wider
 
 Implementation = Literal["direct", "blocked", "robust", "pallas"]
+PLATFORMS = "cpu", "gpu", "tpu"
 
 
 class Options(TypedDict, total=False):
@@ -155,10 +157,11 @@ def performer_attention(
     are opposite to it, from 35 if they are orthogonal. To detect this, compare with `robust`: only
     there the results differ by more than rounding.
 
-    `pallas` runs forward and backward; measured on an H200, compiled but not yet run on a TPU. It
-    supports positive features with the exact stabilizer, masks, lengths, log-weights, calibration
-    and grouped heads, and first reverse-mode gradients: on a TPU in float32 or bfloat16 for h, v
-    and m that 16 divides, on a GPU in bfloat16 for powers of two with h m and v m up to 8,192.
+    `pallas` runs forward and backward; measured on an H200 in bfloat16, compiled but not yet run on
+    a TPU. It supports positive features with the exact stabilizer, masks, lengths, log-weights,
+    calibration and grouped heads, and first reverse-mode gradients: on a TPU in float32 or
+    bfloat16, on a GPU in bfloat16 or float16 (products in TF32). Sizes are padded, on a TPU to
+    multiples of 16, on a GPU to powers of two with h m and v m up to 8,192.
     Other calls and platforms are computed without it, with one warning. Several devices share the
     batch if the mesh is in context (`jax.set_mesh`, axes of type Auto) and its size divides the
     batch; else use `jax.shard_map`. `jax.export` requires a single platform.
@@ -211,9 +214,9 @@ def performer_attention(
         stabilizer: "exact", or "google" to replicate the public code of Choromanski et al. 2021:
             one maximum over keys and features, and 1e-6 added to every positive feature. That is
             biased, and causal attention depends on future keys through the maximum.
-        implementation: a name of the table above. None is "pallas" on an NVIDIA GPU if the kernels
-            support the call, and a single device or the mesh in context is known to compute it;
-            else "blocked".
+        implementation: a name of the table above. None is "pallas" on an NVIDIA GPU in bfloat16
+            with sizes that need no padding, if the kernels support the call, and a single device or
+            the mesh in context is known to compute it; else "blocked". `explain` has the reason.
         initial_state: state of earlier keys, from `return_state`.
         return_state: also return the state after all keys.
         axis_name: mesh axis of `jax.shard_map` that shards the sequence, in order. Devices exchange
@@ -320,9 +323,8 @@ def performer_attention(
         refusals.check_state(initial_state, inputs, estimate, exact, pairs)
     state = jax.tree.map(lambda x: refusals.one_axis(x, len(lead)), initial_state)
     plan = Plan(axis_name, return_state, robust=implementation == "robust")
-    if implementation in (None, "pallas"):
-        choose = which.by_default if implementation is None else which.with_kernels
-        plan = choose(tokens, estimate, exact, pairs, streams, plan)
+    given = tokens, estimate, exact, pairs, streams or axis_name is not None
+    plan = which.planned(plan, which.Call(*given, implementation))
     arrays = tokens, estimate, pairs, state
     output, state = _on_platform(arrays, exact, plan, implementation == "direct")
     if len(lead) != 1:
@@ -354,6 +356,34 @@ def attention_weights(
     value = jnp.broadcast_to(unit, (*key.shape[:-1], key.shape[-3]))
     output = performer_attention(query, key, value, frequencies, **options)
     return jnp.moveaxis(output, -2, -3)  # (b, t, n, s) -> (b, n, t, s)
+
+
+def explain(
+    query: Array | jax.ShapeDtypeStruct,
+    key: Array | jax.ShapeDtypeStruct,
+    value: Array | jax.ShapeDtypeStruct,
+    frequencies: Array | jax.ShapeDtypeStruct | None,
+    **options: Unpack[Options],
+) -> str:
+    """Return how `performer_attention` computes a call on a CPU, a GPU and a TPU, and why.
+
+    Nothing is computed: arguments may be `jax.ShapeDtypeStruct`. Arguments, `options` and errors as
+    in `performer_attention`. Devices and mesh are those of this process.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((8, 1024, 12, 64), jnp.bfloat16)
+        >>> w = jax.ShapeDtypeStruct((128, 64), jnp.float32)
+        >>> performer.attention.explain(x, x, x, w, exact_window=16).splitlines()
+        ['cpu (here): blocked, no kernel for a CPU',
+         'gpu: blocked, no kernel for exact_window=16',
+         'tpu: blocked, no kernel for exact_window=16']
+    """
+    with which.noted() as calls, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the warning that there is no kernel
+        jax.eval_shape(partial(performer_attention, **options), query, key, value, frequencies)
+    (call, _), here = calls[0], sizes.platform()
+    paths = {name + " (here)" * (name == here): which.path(call, name) for name in PLATFORMS}
+    return "\n".join(f"{name}: {path}" for name, path in paths.items())
 
 
 def _on_platform(arrays, exact: Exact, plan: Plan, direct: bool):

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from performer import calibration, performer_attention
-from performer.attention import sizes
+from performer.attention import explain, sizes
 from performer.attention.kernels import gpu, which
 from performer.testing import reference_attention
 from tests.support import attention_inputs
@@ -57,11 +57,11 @@ def distance(got, want):
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_values_against_the_oracle(platform, monkeypatch):
-    """Grouped heads, masked keys, weights of the features; a length that is no block's."""
+    """Grouped heads, masked keys, weights of the features; sizes that are no block's."""
     monkeypatch.setattr(which, "INTERPRET", platform)
-    args, rng = inputs(20, 30), np.random.default_rng(1)
+    args, rng = inputs(20, 30, h=12, v=24, m=20), np.random.default_rng(1)
     log_weights = rng.standard_normal((2, 30, 2)).astype(np.float32)
-    options = dict(key_log_weights=log_weights, weights=jnp.arange(32.0))
+    options = dict(key_log_weights=log_weights, weights=jnp.arange(20.0))
     mask = rng.random((2, 30)) < 0.8
     got = performer_attention(*args, mask=mask[:, None, None], implementation=PALLAS, **options)
     want = reference_attention(*args, mask=mask[:, None, None], **options)
@@ -129,15 +129,18 @@ def test_gradients(is_causal, dtype, two_blocks):
     ),
 )
 def test_gradients_on_a_gpu(is_causal, spans, dtype, monkeypatch):
-    """Gradients of tokens, in programs for all of them or for spans; keys may be absent."""
+    """Gradients of tokens, in programs for all of them or for spans; sizes that are no block's.
+
+    Two query heads share a key head; keys may be absent.
+    """
     monkeypatch.setattr(which, "INTERPRET", "cuda")
     monkeypatch.setattr(gpu, "PROGRAMS", 4 * spans)
     monkeypatch.setattr(gpu, "STEPS", 1)
     t, s = (150, 150) if is_causal else (140, 150)
-    *tokens, frequencies = inputs(t, s, n=2, k=1, m=16, v=16, dtype=dtype)
+    *tokens, frequencies = inputs(t, s, n=2, k=1, m=12, v=8, h=12, dtype=dtype)
     lengths = jnp.array([s, 77])
     fitted = calibration.calibrate(*tokens[:2], method="shift+scale")
-    gradient = jnp.asarray(np.random.default_rng(3).standard_normal((2, t, 2, 16)), dtype)
+    gradient = jnp.asarray(np.random.default_rng(3).standard_normal((2, t, 2, 8)), dtype)
 
     def function(*tokens, **options):
         options |= dict(calibration=fitted, key_value_seq_lengths=lengths, is_causal=is_causal)
@@ -147,6 +150,25 @@ def test_gradients_on_a_gpu(is_causal, spans, dtype, monkeypatch):
     want = gradients(function, *tokens, gradient=gradient)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert distance(x, y) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_float16_on_a_gpu(is_causal, monkeypatch):
+    """Outputs and gradients as near to float64 as rounding the results; sums exceed float16."""
+    monkeypatch.setattr(which, "INTERPRET", "cuda")
+    query, key, value, frequencies = inputs(100, 100, n=2, k=1, m=16, v=16)
+    wide = query, key * 0.1, value * 2000
+    tokens = [x.astype(jnp.float16) for x in wide]
+    gradient = jnp.asarray(np.random.default_rng(3).standard_normal((2, 100, 2, 16)), jnp.float16)
+
+    def function(*tokens, **options):
+        return performer_attention(*tokens, frequencies, is_causal=is_causal, **options)
+
+    got = gradients(partial(function, implementation=PALLAS), *tokens, gradient=gradient)
+    want = gradients(function, *(x.astype(np.float32) for x in tokens), gradient=gradient)
+    assert jax.tree.leaves(got)[0].dtype == jnp.float16
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert distance(x, y) < 1e-3
 
 
 @pytest.mark.thorough
@@ -170,7 +192,6 @@ def test_lost_rows_are_those_without_the_kernel(platform, monkeypatch):
     tiers(
         [
             ("feature_map", dict(feature_map="relu")),
-            ("multiples of 16", dict(m=20)),
             ("stabilizer", dict(stabilizer="google")),
             ("segment_ids", dict(segment_ids=np.zeros((2, 20), np.int32))),
             ("return_state", dict(return_state=True)),
@@ -244,6 +265,33 @@ def test_on_a_gpu_the_kernels_are_the_default(
     assert bool(used) == has_kernel
 
 
+def test_explain(monkeypatch):
+    """The table of paths; nothing is computed, and nothing warned of."""
+    monkeypatch.setattr(which, "INTERPRET", "")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def paths(dtype=jnp.bfloat16, h=64, m=128, **options):
+        x = jax.ShapeDtypeStruct((2, 30, 4, h), dtype)
+        lines = explain(x, x, x, jax.ShapeDtypeStruct((m, h), jnp.float32), **options)
+        return [line.split(": ", 1)[1] for line in lines.splitlines()]
+
+    none, kernel = "blocked, no kernel", "kernel"
+    segments = np.zeros((2, 30), int)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        default = paths(is_causal=True)
+        assert default == [f"{none} for a CPU", kernel, f"{none} by default on a TPU"]
+        assert paths(implementation=PALLAS) == [f"{none} for a CPU", kernel, kernel]
+        assert paths(implementation="robust") == ["robust"] * 3
+        packed = f"{none} for segment_ids"
+        assert paths(segment_ids=segments, implementation=PALLAS)[1:] == [packed] * 2
+        assert paths(exact_window=4)[1] == f"{none} for exact_window=4"
+        assert paths(np.float16)[1] == f"{none} by default in float16, which was not timed"
+        assert "(64, 64, 100), of which powers of two were timed" in paths(m=100)[1]
+        assert "(80, 80, 128) on a GPU, of products above 8,192" in paths(h=80)[1]
+    assert "cpu (here): " in explain(*inputs(20, 20))
+
+
 def test_elsewhere_the_kernels_are_not_the_default():
     text = str(jax.make_jaxpr(performer_attention)(*inputs(20, 20)))
     assert "pallas" not in text
@@ -272,14 +320,14 @@ def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lowers_for_gpu(is_causal, monkeypatch):
-    """Without one: a kernel each way at least; in float32 none, and a warning."""
+    """Without one: a kernel each way at least, for any width; in float32 none, and a warning."""
     monkeypatch.setattr(which, "INTERPRET", "")
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
 
-    def lowered(dtype):
-        shape = jax.ShapeDtypeStruct((2, 200, 4, 64), dtype)
-        args = shape, shape, shape, jax.ShapeDtypeStruct((4, 128, 64), jnp.float32)
+    def lowered(dtype, h=64):
+        shape = jax.ShapeDtypeStruct((2, 200, 4, h), dtype)
+        args = shape, shape, shape, jax.ShapeDtypeStruct((4, 100, h), jnp.float32)
 
         def loss(*args):
             output = performer_attention(*args, is_causal=is_causal, implementation=PALLAS)
@@ -290,8 +338,9 @@ def test_lowers_for_gpu(is_causal, monkeypatch):
             return trace.lower(lowering_platforms=("cuda",)).as_text()
 
     assert lowered(jnp.bfloat16).count("xla.gpu.triton") >= 2
+    assert lowered(jnp.float16, h=40).count("xla.gpu.triton") >= 2
     which.warn.cache_clear()
-    with pytest.warns(UserWarning, match="this call on a GPU, where it takes bfloat16"):
+    with pytest.warns(UserWarning, match="'float32', 'float32'. on a GPU"):
         assert "triton" not in lowered(jnp.float32)
 
 

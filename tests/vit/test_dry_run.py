@@ -32,6 +32,7 @@ def test_it_says_what_a_run_costs_and_writes_nothing(plan, tmp_path, monkeypatch
     assert re.search(rf"total +{count:,}", text)
     flops = runs.subject(SETTINGS)[1].operations(SETTINGS)
     assert f"{flops / 1e9:.3f} GFLOP per image forward" in text
+    assert "attention with features: blocked, no kernel for a CPU" in text
     assert "batch: image (32, 8, 8, 1) uint8" in text
     assert "batch: mask" not in text
     assert text.count("memory: arguments") == 2
@@ -98,6 +99,7 @@ def test_a_run_is_compiled_for_tpus(topology, kind, tmp_path, monkeypatch):
     ((code, out, err),) = commands.start_all([["vit.train", f"--workdir={tmp_path}", *words]])
     assert code == 0, err
     assert f"devices: 4 x {kind}" in out
+    assert "attention with features: kernel" in out
     assert out.rstrip().endswith("fits")
     assert float(re.search(r"all-reduce: \d+, ([0-9.]+) MiB", out)[1]) > 4 * 200_000 / 2**20
 

@@ -22,6 +22,7 @@ import jax
 from flax import nnx
 from jax.experimental import topologies
 
+from performer.attention.kernels import which
 from vit import config as configs
 from vit import data
 from vit.run import devices, runs
@@ -149,7 +150,8 @@ def plan(
     program = runs.program(config, dataset, task, mesh)
     batch, masked = (runs.abstract_batch(dataset, config, mesh, mask=m) for m in (False, True))
     gpu = there[0].platform in ("cuda", "gpu")
-    train = compiled(program.train, program.abstract, batch, gpu=gpu)
+    with which.noted() as calls:
+        train = compiled(program.train, program.abstract, batch, gpu=gpu)
     for counted in ("operations", "bytes"):  # the compiler counts the body of a loop once
         train[counted] *= config.optim.accumulate
     found = {
@@ -163,6 +165,7 @@ def plan(
         "batch_size": config.data.batch_size,
         "noun": task.noun,
         "model_operations": task.operations(config) if task.operations else 0.0,  # of one example
+        "attention": sorted({path for _, path in calls}),
         "train": train,
         "evaluate": compiled(program.evaluate, program.abstract, masked, gpu=gpu),
     }
@@ -266,6 +269,7 @@ def text(plan: Plan) -> str:
         f" {3 * flops * batch_size / 1e12:.4g} TFLOP per training step"
         if flops
         else "operations: not counted",
+        *(f"attention with features: {path}" for path in plan["attention"]),
         *(f"batch: {name} {shape}" for name, shape in plan["batch"].items()),
     ]
     has = f"; it has {plan['has']['gib']:,.0f} GiB" if plan["has"] else ""

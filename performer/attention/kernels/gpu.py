@@ -1,8 +1,9 @@
 """Attention in kernels for NVIDIA GPUs (Pallas on Triton): features never leave the chip.
 
 The sums and symbols are the same as in `tpu`. Tokens are rows and stay where they are in memory: a
-program has one head of one batch entry. `Operands` are query (b, t, n, h), key (b, s, n, h), value
-(b, s, n, v), W_q and W_k (n, m, h), log-weights of features (n, m) and of keys (b, n, s).
+program has one head of one batch entry. `Operands` are query (b, t, n, h), key (b, s, k, h), value
+(b, s, k, v), W_q and W_k (k, m, h), log-weights of features (k, m) and of keys (b, k, s); the last
+four may have one head for all.
 
 Bidirectional: if the heads alone fill the GPU, a program folds all keys, then looks up all queries;
 its backward pass folds the keys again. Else tokens are divided into spans, a program each: the
@@ -59,7 +60,7 @@ class Span(NamedTuple):
         if len(ref.shape) == 1:
             return plt.load(ref.at[at], mask=mask, other=0.0)
         mask = jnp.broadcast_to(mask[:, None], (self.block, ref.shape[1]))
-        return plt.load(ref.at[at, :], mask=mask, other=0.0)
+        return plt.load(ref.at[at, :], mask=mask, other=0.0).astype(operand(ref.dtype))
 
     def write(self, ref, i, value: Array) -> None:
         """Write the rows, or numbers, of the i-th step, up to the last token."""
@@ -81,9 +82,16 @@ class Span(NamedTuple):
 
 
 def dot(left: Array, right: Array) -> Array:
-    """A product of matrices, summed in float32."""
-    precision = None if left.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    return jnp.dot(left, right, precision=precision, preferred_element_type=f32)
+    """A product of matrices in bfloat16 or TF32, summed in float32."""
+    return jnp.dot(left, right, preferred_element_type=f32)
+
+
+def operand(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of operands of products.
+
+    float16 has too small a range for sums over keys; as float32 its numbers are those of TF32.
+    """
+    return dtype if dtype == jnp.bfloat16 else jnp.dtype(f32)
 
 
 def fine(left: Array, right: Array) -> Array:
@@ -138,7 +146,7 @@ def fold_keys(x: Operands, keys: Span, scale: float) -> State:
 def look_up(x: Operands, state: State, output, queries: Span) -> None:
     """Write the output of all queries of the program."""
     c, s, z = state
-    z = z.astype(output.dtype)
+    z = z.astype(operand(output.dtype))
 
     def step(i, _):
         exponents = dot(queries.read(x.query, i), x.w_query[...].T) + c[None]  # x (t, m)
@@ -268,7 +276,7 @@ def _keys_backward(x, c, sums, grads, *, scale, lengths, block, span):
 
 
 def _causal(x, before, output, *, scale, lengths, block, span):
-    tokens, dtype = here(lengths[0], span, block), output.dtype
+    tokens, dtype = here(lengths[0], span, block), operand(output.dtype)
 
     def step(i, state):
         c, s, z = state
@@ -378,22 +386,31 @@ class Piece(NamedTuple):
     """An operand or result, and the part of it that a program has.
 
     "tokens" of its span and their "scalars", "weights" or "state" of its head, one of the "states".
+    Consecutive heads of the programs share an array with fewer heads.
     """
 
     array: Any
     kind: str
 
-    def spec(self, span: int | None) -> pl.BlockSpec:
+    @property
+    def heads(self) -> int:
+        """Number of heads of the array."""
+        return self.array.shape[{"tokens": 2, "weights": 0}.get(self.kind, 1)]
+
+    def spec(self, span: int | None, heads: int) -> pl.BlockSpec:
         """The part of program (batch entry, head, span); without spans it has all tokens."""
         shape, whole = self.array.shape, [0] * (len(self.array.shape) - 2)
-        length = shape[2 if self.kind == "scalars" else 1]
+        length, group = shape[2 if self.kind == "scalars" else 1], heads // self.heads
         size = span or -(-length // BLOCK) * BLOCK
         sizes, index = {
-            "tokens": ((None, size, None, *shape[3:]), lambda b, h, j: (b, j, h, 0)),
-            "scalars": ((None, None, size), lambda b, h, j: (b, h, j)),
-            "weights": ((None, *shape[1:]), lambda b, h, j: (h, *whole, 0)),
-            "state": ((None, None, *shape[2:]), lambda b, h, j: (b, h, *whole)),
-            "states": ((None, None, None, *shape[3:]), lambda b, h, j: (b, h, j, *whole[1:])),
+            "tokens": ((None, size, None, *shape[3:]), lambda b, h, j: (b, j, h // group, 0)),
+            "scalars": ((None, None, size), lambda b, h, j: (b, h // group, j)),
+            "weights": ((None, *shape[1:]), lambda b, h, j: (h // group, *whole, 0)),
+            "state": ((None, None, *shape[2:]), lambda b, h, j: (b, h // group, *whole)),
+            "states": (
+                (None, None, None, *shape[3:]),
+                lambda b, h, j: (b, h // group, j, *whole[1:]),
+            ),
         }[self.kind]
         return pl.BlockSpec(sizes, index)
 
@@ -413,12 +430,13 @@ def call(kernel, settings: Kernel, lengths, ins, outs, span: int | None = None):
     """Run a kernel; return the arrays of `outs`. Its arguments are references to the parts."""
     block, warps, stages = SCHEDULE[kernel]
     leaf = dict(is_leaf=lambda x: isinstance(x, Piece))
-    shapes = [x.array.shape for x in jax.tree.leaves((ins, outs), **leaf) if x.kind == "tokens"]
-    (batch, _, heads, _), longest = shapes[0], max(shape[1] for shape in shapes)
+    tokens = [x for x in jax.tree.leaves((ins, outs), **leaf) if x.kind == "tokens"]
+    batch, heads = tokens[0].array.shape[0], max(x.heads for x in tokens)
+    longest = max(x.array.shape[1] for x in tokens)
     arrays, in_specs, results, out_specs = (
         jax.tree.map(look, tree, **leaf)
         for tree in (ins, outs)
-        for look in (lambda x: x.array, lambda x: x.spec(span))
+        for look in (lambda x: x.array, lambda x: x.spec(span, heads))
     )
     # Inside `jax.shard_map` results vary over the axes of the arguments.
     varies = jax.typeof(jax.tree.leaves(arrays)[0]).manual_axis_type
@@ -443,11 +461,10 @@ def spans(length: int, programs: int) -> tuple[int, int]:
     return -(-length // span), span
 
 
-def states(x: Operands, settings: Kernel, lengths) -> State:
-    """The states of the spans of keys, (b, n, spans, ...)."""
-    (b, s, n, width), m = x.value.shape, x.w_key.shape[1]
-    count, span = spans(s, b * n)
-    arrays: Any = [Out((b, n, count, *shape), f32) for shape in ((m,), (m,), (m, width))]
+def states(x: Operands, settings: Kernel, lengths, cut: tuple[int, int]) -> State:
+    """The states of the spans of keys, (b, k, spans, ...)."""
+    (b, _, k, width), m, (count, span) = x.value.shape, x.w_key.shape[1], cut
+    arrays: Any = [Out((b, k, count, *shape), f32) for shape in ((m,), (m,), (m, width))]
     outs = State(*arrays)
     keys = operands(x._replace(query=None, w_query=None))
     return call(_keys, settings, lengths, (keys,), (pieces(outs, "states"),), span)[0]
@@ -456,17 +473,17 @@ def states(x: Operands, settings: Kernel, lengths) -> State:
 def forward(x: Arguments, settings: Kernel, residuals: bool):
     """The output (b, t, n, v), and states for the backward pass, if there are several spans."""
     del residuals  # they cost nothing
-    y = with_all_heads(x, settings.scale)
-    (b, t, n, _), s = y.query.shape, y.key.shape[1]
+    y = operands_of(x, settings.scale)
+    (b, t, n, _), s, k = y.query.shape, *y.key.shape[1:3]
     output = Piece(Out((b, t, n, y.value.shape[3]), y.value.dtype), "tokens")
-    run, (count, span) = partial(call, settings=settings, lengths=(t, s)), spans(max(t, s), b * n)
+    run, cut = partial(call, settings=settings, lengths=(t, s)), spans(max(t, s), b * n)
     if settings.is_causal:
-        earlier = before(states(y, settings, (t, s))) if count > 1 else None
+        earlier = before(states(y, settings, (t, s), cut)) if cut[0] > 1 else None
         ins = operands(y), pieces(earlier, "states")
-        return run(_causal, ins=ins, outs=(output,), span=span)[0], earlier
-    if count == 1:
+        return run(_causal, ins=ins, outs=(output,), span=cut[1])[0], earlier
+    if cut[0] == 1:
         return run(_forward, ins=(operands(y),), outs=(output,))[0], None
-    state = total(states(y, settings, (t, s)))
+    state = total(states(y, settings, (t, s), spans(s, b * k)))
     ins = operands(query_operands(y)), pieces(state, "state")
     return run(_queries, ins=ins, outs=(output,), span=spans(t, b * n)[1])[0], state
 
@@ -474,39 +491,55 @@ def forward(x: Arguments, settings: Kernel, residuals: bool):
 def backward(x: Arguments, state: Any, gradient: Array, settings: Kernel, wanted) -> Arguments:
     """Gradients of queries, keys and values; others are 0, and not `wanted`."""
     del wanted
-    y, pull = jax.vjp(partial(with_all_heads, scale=settings.scale), x)
-    (b, t, n, _), s = y.query.shape, y.key.shape[1]
+    y, pull = jax.vjp(partial(operands_of, scale=settings.scale), x)
+    (b, t, n, _), s, k = y.query.shape, *y.key.shape[1:3]
     m, width = y.w_key.shape[1], y.value.shape[3]
     run, (count, span) = partial(call, settings=settings, lengths=(t, s)), spans(max(t, s), b * n)
-    grads = operands(Operands(*(Out(z.shape, z.dtype) for z in y[:3])))
-    g, others = Piece(gradient, "tokens"), grads._replace(query=None)
+
+    def grads(heads):
+        """Of queries, and of keys and values for so many heads."""
+        shapes = y.query.shape, *((b, s, heads, z.shape[3]) for z in (y.key, y.value))
+        return operands(Operands(*(Out(shape, y.query.dtype) for shape in shapes)))
 
     def sums(count):
         return pieces([Out((b, n, count, *shape), f32) for shape in ((m,), (m, width))], "states")
 
+    g, of_queries = Piece(gradient, "tokens"), query_operands(grads(n))
     if settings.is_causal:
         chunks = span // SCHEDULE[_causal_queries_backward][0]
         logs = pieces((Out((b, n, t), f32),) * 2, "scalars")
         maxima = Piece(Out((b, n, count, chunks, m), f32), "states")
         ins = operands(y), pieces(state, "states"), g
-        outs = query_operands(grads), logs, maxima, sums(count)
+        outs = of_queries, logs, maxima, sums(count)
         got, logs, maxima, by_span = run(_causal_queries_backward, ins=ins, outs=outs, span=span)
         ins = operands(y), Piece(maxima, "states"), pieces(logs, "scalars"), g
+        if state is not None:
+            state = State(*(jnp.repeat(z, n // k, axis=1) for z in state))
         ins = *ins, pieces(after(state, *by_span), "states")
-        (others,) = run(_causal_keys_backward, ins=ins, outs=(others,), span=span)
+        outs = (grads(n)._replace(query=None),)
+        (others,) = run(_causal_keys_backward, ins=ins, outs=outs, span=span)
     elif count == 1:
-        (got,) = run(_backward, ins=(operands(y), g), outs=(grads,))
+        (got,) = run(_backward, ins=(operands(y), g), outs=(grads(n),))
         others = got
     else:
-        (parts, span_t), (_, span_s) = spans(t, b * n), spans(s, b * n)
+        (parts, span_t), (_, span_s) = spans(t, b * n), spans(s, b * k)
         ins = operands(query_operands(y)), pieces(state, "state"), g
-        outs = query_operands(grads), sums(parts)
-        got, by_span = run(_queries_backward, ins=ins, outs=outs, span=span_t)
+        got, by_span = run(_queries_backward, ins=ins, outs=(of_queries, sums(parts)), span=span_t)
+        by_head = [by_group(jnp.sum(z, axis=2), 1, k) for z in by_span]
         ins = operands(y._replace(query=None, w_query=None)), Piece(state.maximum, "state")
-        ins = *ins, pieces([jnp.sum(z, axis=2) for z in by_span], "state")
-        (others,) = run(_keys_backward, ins=ins, outs=(others,), span=span_s)
+        ins, outs = (*ins, pieces(by_head, "state")), (grads(k)._replace(query=None),)
+        (others,) = run(_keys_backward, ins=ins, outs=outs, span=span_s)
     zeros = jax.tree.map(jnp.zeros_like, y)
-    return pull(zeros._replace(query=got.query, key=others.key, value=others.value))[0]
+    key, value = (by_group(z, 2, k) for z in (others.key, others.value))
+    return pull(zeros._replace(query=got.query, key=key, value=value))[0]
+
+
+def by_group(x: Array, axis: int, heads: int) -> Array:
+    """The sums over the query heads of each of so many key heads."""
+    if x.shape[axis] == heads:
+        return x
+    split = x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])
+    return jnp.sum(split, axis=axis + 1, dtype=f32).astype(x.dtype)
 
 
 def query_operands(x: Operands) -> Operands:
@@ -514,24 +547,17 @@ def query_operands(x: Operands) -> Operands:
     return Operands(query=x.query, w_query=x.w_query)
 
 
-def with_all_heads(x: Arguments, scale: float) -> Operands:
-    """Operands that repeat what query heads share."""
-    n, dtype, keys, bias = x.query.shape[2], x.query.dtype, x.keys, x.feature_bias
-
-    def repeated(y, axis):
-        return y if y.shape[axis] == n else jnp.repeat(y, n // y.shape[axis], axis)
-
+def operands_of(x: Arguments, scale: float) -> Operands:
+    """The operands of the kernels."""
+    dtype, keys, bias, weights = x.query.dtype, x.keys, x.feature_bias, x.keys.log_weights
     # The root of the scale is in W, rounded once, as without kernels.
     w_query, w_key = (
-        repeated((y * scale**0.5).astype(dtype).reshape(-1, *y.shape[-2:]), 0)
+        (y * scale**0.5).astype(dtype).astype(operand(dtype)).reshape(-1, *y.shape[-2:])
         for y in (x.w_query, x.w_key)
     )
-    bias = None if bias is None else repeated(bias.reshape(-1, bias.shape[-1]), 0)
-    weights = keys.log_weights
-    if weights is not None:
-        weights = repeated(weights, 2).transpose(0, 2, 1)  # (b, s, n) -> (b, n, s)
-    key, value = repeated(keys.key, 2), repeated(keys.value, 2)
-    return Operands(x.query, key, value, w_query, w_key, bias, weights)
+    bias = None if bias is None else bias.reshape(-1, bias.shape[-1])
+    weights = None if weights is None else weights.transpose(0, 2, 1)  # (b, s, k) -> (b, k, s)
+    return Operands(x.query, keys.key, keys.value, w_query, w_key, bias, weights)
 
 
 def total(states: State) -> State:

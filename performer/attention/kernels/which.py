@@ -7,7 +7,9 @@ process: `jax.lax.platform_dependent` chooses, inside one `jax.custom_vjp`.
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple, cast
@@ -25,14 +27,16 @@ from performer.attention.sizes import LANES, ROWS
 from performer.attention.state import varying
 from performer.attention.values import Estimate, Exact, Pairs, Plan, Tokens
 
+NAMES = {"tpu": "TPU", "cuda": "GPU"}
 MODULES = {"tpu": "performer.attention.kernels.tpu", "cuda": "performer.attention.kernels.gpu"}
 """Kernels by platform; they are slow to import."""
 INTERPRET = ""
 """Platform whose kernels are interpreted, for tests without one: slow."""
 
 LARGEST = 2**13
-"""Largest product of num_features and head_dim, or the width of the value, on a GPU: shared memory
-of an A100."""
+"""Largest product of num_features and head_dim, or the width of the value, on a GPU, after padding.
+With 2^14 the programs compiled for an H100 spill up to 3.8 KB of registers of a thread, and some
+exceed its shared memory."""
 MEMORY = 15 * 2**20
 """Bytes of the core's memory for a step of a kernel; the compiler allows 16 MiB."""
 LARGE = "a head_dim, width of value and num_features so large together"
@@ -79,73 +83,127 @@ class Wanted:
     log_weights: bool = False
 
 
-def with_kernels(
-    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool, plan: Plan
-) -> Plan:
-    """The plan with the kernels if they support the call; else unchanged, with a warning."""
-    kernel, reason = choose(tokens, estimate, exact, pairs, streams or plan.axis_name is not None)
-    if kernel is None:
-        warn(f"does not support {reason}: attention is computed without the kernel")
-        return plan
+class Call(NamedTuple):
+    """A call of `performer_attention`, as far as the choice of a kernel depends on it."""
+
+    tokens: Tokens
+    estimate: Estimate
+    exact: Exact
+    pairs: Pairs
+    streams: bool
+    """True with a state before or after it, or a sequence on several devices."""
+    implementation: str | None
+
+
+Noted = list[tuple[Call, str]]
+"""Calls with abstract arrays, and how they are computed here."""
+CALLS: ContextVar[Noted | None] = ContextVar("CALLS", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[Noted]:
+    """List the calls that are traced in this context."""
+    token = CALLS.set(calls := [])
+    try:
+        yield calls
+    finally:
+        CALLS.reset(token)
+
+
+def planned(plan: Plan, call: Call) -> Plan:
+    """The plan, with a kernel if the call gets one; a warning if it names one and gets none."""
     here = sizes.platform()
-    if here not in ("tpu", "gpu") and not INTERPRET:
+    if (calls := CALLS.get()) is not None:
+        calls.append((call, path(call, here)))
+    if call.implementation not in (None, "pallas"):
+        return plan
+    reason = unsupported(call, here)
+    if call.implementation is None:
+        reason = not_default(call, here) or reason
+    elif reason:
+        warn(f"does not support {reason}: attention is computed without the kernel")
+    elif here not in ("gpu", "tpu") and not INTERPRET:
         warn(f"is for programs compiled for a TPU or GPU: those for {here} have no kernel")
-    return dataclasses.replace(plan, kernel=kernel)
+    return plan if reason else dataclasses.replace(plan, kernel=kernel_of(call, here))
 
 
-def by_default(
-    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool, plan: Plan
-) -> Plan:
-    """The plan with the kernels on a GPU, where they were faster for all calls that they support.
+def path(call: Call, platform: str) -> str:
+    """How a call is computed on "cpu", "gpu" or "tpu", and why without a kernel, as text."""
+    if call.implementation not in (None, "pallas"):
+        return call.implementation
+    reason = unsupported(call, platform)
+    if platform == "cpu":
+        return "blocked, no kernel for a CPU"
+    if reason:
+        return f"blocked, no kernel for {reason}"
+    if call.implementation is None and (reason := not_default(call, platform)):
+        return f"blocked, no kernel by default {reason}"
+    return "kernel"
 
-    Several devices must be known to share the batch, by the mesh in context or `jax.shard_map`:
-    compilers do not shard a kernel, but gather its operands.
+
+def kernel_of(call: Call, platform: str) -> Kernel:
+    """The kernel of a call that has one, for a platform; on a CPU that of a TPU, to be exported."""
+    on = kernels_for(platform)
+    heads, block = (0, 0) if on == "cuda" else heads_and_block(call) or (0, 0)
+    return Kernel(call.estimate.scale, call.pairs.is_causal, heads, block, on, bool(INTERPRET))
+
+
+def kernels_for(platform: str) -> str:
+    """Key of `MODULES`."""
+    return INTERPRET or {"gpu": "cuda"}.get(platform, "tpu")
+
+
+def not_default(call: Call, platform: str) -> str:
+    """Why a call that names no implementation has no kernel, although it might have; or "".
+
+    Kernels are the default where they were measured to be the fastest. Several devices must be
+    known to share the batch, by the mesh in context or `jax.shard_map`: compilers do not shard a
+    kernel, but gather its operands.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    shared = jax.device_count() == 1 if mesh.empty else AxisType.Explicit not in mesh.axis_types
-    if sizes.platform() != "gpu" or not shared or is_symbolic_dim(tokens.query.shape[0]):
-        return plan
-    if tokens.query.shape[0] % sizes.devices():
-        return plan
-    kernel, _ = choose(tokens, estimate, exact, pairs, streams or plan.axis_name is not None)
-    return dataclasses.replace(plan, kernel=kernel)
+    mesh, batch = jax.sharding.get_abstract_mesh(), call.tokens.query.shape[0]
+    if platform != "gpu":
+        return f"on a {platform.upper()}"
+    if mesh.empty and jax.device_count() > 1:
+        return f"on {jax.device_count()} devices without a mesh in context (jax.set_mesh)"
+    if AxisType.Explicit in mesh.axis_types:
+        return "on a mesh with axes of type Explicit"
+    if not is_symbolic_dim(batch) and batch % sizes.devices():
+        return f"for a batch of {batch} on {sizes.devices()} devices"
+    if (dtype := call.tokens.query.dtype) != jnp.bfloat16 and not INTERPRET:
+        return f"in {dtype}, which was not timed"
+    if padded_sizes(call, "cuda") != given_sizes(call):
+        return f"for {SIZES} = {given_sizes(call)}, of which powers of two were timed"
+    return ""
 
 
-def choose(
-    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool
-) -> tuple[Kernel | None, str | None]:
-    """The kernel of a call, or None and the reason why there is none."""
-    reason = _refused(tokens, estimate, exact, pairs, streams)
-    platform = INTERPRET or {"gpu": "cuda"}.get(sizes.platform(), "tpu")
-    steps = heads_and_block(tokens, estimate, pairs.is_causal) if reason is None else None
-    if reason is None and platform == "cuda":
-        steps, reason = (0, 0), None if fits_gpu(tokens, estimate) else ON_GPU
-    if reason is not None or steps is None:
-        return None, reason or LARGE
-    return Kernel(estimate.scale, pairs.is_causal, *steps, platform, bool(INTERPRET)), None
+SIZES = "(head_dim, width of value, num_features)"
 
 
-ON_GPU = (
-    "this call on a GPU, where it takes bfloat16, with head_dim, width of value and num_features"
-    " powers of two, of products up to 8,192"
-)
+def given_sizes(call: Call) -> tuple[int, int, int]:
+    """head_dim, width of the value and number of features of a call."""
+    tokens, estimate = call.tokens, call.estimate
+    return tokens.query.shape[-1], tokens.value.shape[-1], estimate.frequencies.shape[-2]
 
 
-def fits_gpu(tokens: Tokens, estimate: Estimate) -> bool:
-    """True if the kernels for GPU support these dtypes and sizes."""
-    widths = tokens.query.shape[-1], tokens.value.shape[-1]
-    m, dtype = estimate.frequencies.shape[-2], tokens.query.dtype
-    powers = all(x & (x - 1) == 0 for x in (*widths, m))
-    return powers and m * max(widths) <= LARGEST and (dtype == jnp.bfloat16 or INTERPRET == "cuda")
+def padded_sizes(call: Call, platform: str) -> tuple[int, ...]:
+    """The same, as large as the kernels of "cuda" or "tpu" need them."""
+    return tuple(padded_size(x, platform) for x in given_sizes(call))
 
 
-def _refused(
-    tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs, streams: bool
-) -> str | None:
-    """Reason why the kernels do not support the call; None if they do."""
+def padded_size(size: int, platform: str) -> int:
+    """The next power of two on a GPU, the next multiple of 16 on a TPU; at least 16."""
+    return max(16, 1 << (size - 1).bit_length()) if platform == "cuda" else -(-size // 16) * 16
+
+
+def unsupported(call: Call, platform: str) -> str:
+    """What of the call the kernels of a platform do not support; or ""."""
+    on = kernels_for(platform)
+    tokens, estimate, exact, pairs, streams, _ = call
     shapes = (*estimate.frequencies.shape, *(size for x in tokens for size in x.shape))
-    widths = tokens.query.shape[-1], tokens.value.shape[-1], estimate.frequencies.shape[-2]
     dtypes = [x.dtype.name for x in tokens]
+    served = [{"bfloat16"}, {"float16"}] if on == "cuda" else [{"float32"}, {"bfloat16"}]
+    if INTERPRET:
+        served.append({"float32"})
     reasons = {
         "symbolic shapes": any(map(is_symbolic_dim, shapes)),
         "empty arrays": 0 in shapes,
@@ -155,12 +213,16 @@ def _refused(
         str(exact): any(exact),
         "alibi_slopes or log_decay": pairs.log_decay is not None,
         "initial_state, return_state or axis_name": streams,
-        f"query, key and value of dtypes {dtypes}": set(dtypes) not in ({"float32"}, {"bfloat16"}),
-        f"(head_dim, width of value, num_features) = {widths}, not multiples of 16": any(
-            x % 16 for x in widths
-        ),
+        f"query, key and value of dtypes {dtypes} on a {NAMES[on]}": set(dtypes) not in served,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        return reason
+    h, v, m = padded_sizes(call, on)
+    if on == "cuda" and m * max(h, v) > LARGEST:
+        return f"{SIZES} = {given_sizes(call)} on a GPU, of products above {LARGEST:,}"
+    if on == "tpu" and heads_and_block(call) is None:
+        return LARGE
+    return ""
 
 
 @cache
@@ -169,10 +231,11 @@ def warn(what: str) -> None:
     warnings.warn(f"implementation='pallas' {what}", stacklevel=4)
 
 
-def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tuple[int, int] | None:
-    """Key heads and tokens of a step of the kernels; None if no head fits."""
-    (query, key, value), frequencies = tokens, estimate.frequencies
-    (t, n, h), s, (v, m) = query.shape[-3:], key.shape[-3], (value.shape[-1], frequencies.shape[-2])
+def heads_and_block(call: Call) -> tuple[int, int] | None:
+    """Key heads and tokens of a step of the kernels for TPU; None if no head fits."""
+    (query, key, value), frequencies = call.tokens, call.estimate.frequencies
+    t, s, n = query.shape[-3], key.shape[-3], query.shape[-2]
+    h, v, m = padded_sizes(call, "tpu")
     k = n if frequencies.shape[:-2] == (n,) else key.shape[-2]
     size, longest = value.dtype.itemsize, -(-max(t, s) // LANES) * LANES
 
@@ -184,7 +247,7 @@ def heads_and_block(tokens: Tokens, estimate: Estimate, is_causal: bool) -> tupl
 
     several = [block for block in (8 * LANES, 4 * LANES, 2 * LANES, LANES) if block < longest]
     choices = [("blocks", block) for block in several]
-    if is_causal:
+    if call.pairs.is_causal:
         choices = [("causal", LANES)]
     elif longest <= 8 * LANES:
         choices = [("one block", longest), *choices]
@@ -216,10 +279,46 @@ def attention(
     return run(x)
 
 
+def padded(x: Arguments, platform: str) -> Arguments:
+    """The same attention in the sizes of a platform's kernels.
+
+    Zeros are added to queries, keys, values and frequencies. Further features repeat the last one,
+    so that no maximum over features changes, with weight 0.
+    """
+    (m, h), v = x.w_query.shape[-2:], x.keys.value.shape[-1]
+    size = partial(padded_size, platform=platform)
+    if (size(h), size(v), size(m)) == (h, v, m):
+        return x
+
+    to_h, to_v, to_m = size(h) - h, size(v) - v, size(m) - m
+    query, key = (_wider(y, -1, to_h) for y in (x.query, x.keys.key))
+    w_query, w_key = (
+        _wider(_wider(y, -1, to_h), -2, to_m, mode="edge") for y in (x.w_query, x.w_key)
+    )
+    bias = x.feature_bias
+    if to_m:
+        bias = jnp.zeros(m, w_key.dtype) if bias is None else bias
+        bias = _wider(bias, -1, to_m, constant_values=-jnp.inf)
+    keys = x.keys._replace(key=key, value=_wider(x.keys.value, -1, to_v))
+    return Arguments(query, keys, w_query, w_key, bias)
+
+
+def _wider(x: Array, axis: int, more: int, **mode) -> Array:
+    """The array with more entries at the end of an axis; zeros, or by the mode of `jnp.pad`."""
+    axes = [(0, 0)] * x.ndim
+    axes[axis] = (0, more)
+    return jnp.pad(x, axes, **mode)
+
+
 def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel) -> Array:
     """Attention on one device."""
     kernels: Any = import_module(MODULES[settings.platform])
-    x = varying(x)
+    x, width = varying(x), x.keys.value.shape[-1]
+    to_sizes = partial(padded, platform=settings.platform)
+
+    def kernel(x, residuals):
+        output, rest = kernels.forward(to_sizes(x), settings, residuals)
+        return output[..., :width], rest
 
     def by_platform(kernel: Callable, otherwise: Callable, *args):
         if settings.interpret:
@@ -228,34 +327,38 @@ def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
 
     @jax.custom_vjp
     def run(x):
-        return by_platform(lambda x: kernels.forward(x, settings, False)[0], ordinary, x)
+        return by_platform(lambda x: kernel(x, False)[0], ordinary, x)
 
     def forward(primals):
         x, perturbed = (
             jax.tree.map(lambda p, name=name: getattr(p, name), primals)
             for name in ("value", "perturbed")
         )
-        kernel = partial(kernels.forward, settings=settings, residuals=True)
+        with_residuals = partial(kernel, residuals=True)
 
         def otherwise(x):
-            _, rest = jax.eval_shape(kernel, x)
+            _, rest = jax.eval_shape(with_residuals, x)
             zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), rest)
             return ordinary(x), varying(zeros, x)
 
-        output, rest = by_platform(kernel, otherwise, x)
+        output, rest = by_platform(with_residuals, otherwise, x)
         asked = (*perturbed[2:], perturbed.keys.log_weights)
         return output, (x, rest, Wanted(*map(bool, asked)))
 
     def backward(saved, gradient):
         x, rest, wanted = saved
-        kernel = partial(kernels.backward, settings=settings, wanted=wanted)
+
+        def gradients(x, rest, gradient):
+            y, pull = jax.vjp(to_sizes, x)
+            gradient = _wider(gradient, -1, y.keys.value.shape[-1] - width)
+            return pull(kernels.backward(y, rest, gradient, settings, wanted))[0]
 
         def otherwise(x, rest, gradient):
             return jax.vjp(ordinary, x)[1](gradient)[0]
 
         if settings.platform == "cuda" and wanted != Wanted():  # its kernels have no others
-            kernel = otherwise
-        return (by_platform(kernel, otherwise, x, rest, gradient),)
+            gradients = otherwise
+        return (by_platform(gradients, otherwise, x, rest, gradient),)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(x)
