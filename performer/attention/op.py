@@ -371,7 +371,7 @@ def explain(
     in `performer_attention`. Devices and mesh are those of this process.
 
     Example:
-        >>> x = jax.ShapeDtypeStruct((8, 1024, 12, 64), jnp.bfloat16)
+        >>> x = jax.ShapeDtypeStruct((8, 1024, 12, 64), jnp.float32)
         >>> w = jax.ShapeDtypeStruct((128, 64), jnp.float32)
         >>> performer.attention.explain(x, x, x, w, exact_window=16).splitlines()
         ['cpu (here): blocked, no kernel for a CPU',
