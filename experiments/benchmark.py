@@ -4,6 +4,7 @@
     python -m experiments.benchmark attention --quick
     python -m experiments.benchmark attention --lengths=197,1024,4096,16384,65536
     python -m experiments.benchmark vit --quick
+    python -m experiments.benchmark gpu
 
 `couplings`: milliseconds of one draw (m = 128, d = 64) and of 144 at once (12 layers x 12 heads),
 jitted, warm, the best of 7; and the ratio of dense to structured products of 1,024 vectors with d
@@ -18,9 +19,12 @@ tokens with exact and cuDNN's attention, for the first ten minutes on a device:
 with an exact window, at 197, 785 and 3137 tokens: `experiments.speed.vit`. With --quick at 17, 65
 and 257.
 
+`gpu`: all that a GPU has to show, in parts of ten minutes: `experiments.speed.hour`.
+
 Tables and figures go to --out.
 """
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +33,7 @@ from typing import Any, Literal
 import jax
 
 from experiments.common import harness, launch, timing
-from experiments.speed import attention, vit
+from experiments.speed import attention, hour, vit
 from experiments.speed import lengths as by_length
 from performer import couplings, structured
 
@@ -79,7 +83,7 @@ def of_attention(quick: bool, out: Path) -> None:
 
 
 def main(
-    what: Literal["couplings", "attention", "vit"],
+    what: Literal["couplings", "attention", "vit", "gpu"],
     /,
     quick: bool = False,
     lengths: Sequence[int] = (),
@@ -93,18 +97,20 @@ def main(
         what: part to measure.
         quick: attention and vit at a part of the length, as a trial run.
         lengths: numbers of tokens for attention, instead of its tables.
-        minutes: with --lengths, time after which nothing is begun; the same command goes on.
+        minutes: with gpu or --lengths, time after which nothing is begun; the same command goes on.
         patches: pixels of a patch of the ViT; 224 / patch squared plus one are its tokens.
     """
     print(timing.hardware() + "\n")
-    if quick and what in ("attention", "vit"):
+    if quick and what != "couplings":
         print("Quick: short sequences, few repeats. The numbers mean nothing.\n")
         out /= "quick"
     if what == "couplings":
         harness.show(samplers(), out / "samplers")
         harness.show(products(), out / "products")
     elif what == "attention" and lengths:
-        by_length.measure(lengths, out, minutes)
+        by_length.measure(lengths, out, time.monotonic() + 60 * minutes)
+    elif what == "gpu":
+        hour.measure(out, minutes, quick)
     elif what == "attention":
         of_attention(quick, out)
     else:

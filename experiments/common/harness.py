@@ -16,7 +16,9 @@ A row is a dict: the names of its case, then "values" (draws,), which the csv le
 import contextlib
 import csv
 import itertools
+import math
 import string
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,42 @@ def draws(one: Callable[[Any], Any], count: int, seed: int = 0, batch_size: int 
     keys = jax.random.split(jax.random.key(seed), count)
     values = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=batch_size))(keys)
     return np.asarray(values, np.float64)
+
+
+def resumed(
+    path: Path,
+    cases: Iterable[Row],
+    measure: Callable[[Row, list[Row]], Row | None],
+    columns: Sequence[str],
+    deadline: float = math.inf,
+) -> list[Row]:
+    """Measure the cases that path.csv has no row of, and write each row when it is measured.
+
+    Args:
+        path: csv and markdown, without a suffix.
+        cases: rows with the names of a case.
+        measure: returns the `columns` of a case, or None to leave it out; reads the rows before it.
+        columns: names of the results; "note" has the exception of a case that failed.
+        deadline: time of `time.monotonic` after which nothing is begun.
+    """
+    csv = path.with_suffix(".csv")
+    rows = read(csv) if csv.exists() else []
+    for case in cases:
+        if any(all(row[name] == case[name] for name in case) for row in rows):
+            continue
+        if time.monotonic() > deadline:
+            print("Time is up: the same command goes on.", flush=True)
+            break
+        try:
+            results = measure(case, rows)
+        except Exception as error:  # out of memory, or not supported there
+            results = {"note": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
+        if results is None:
+            continue
+        rows.append(case | dict.fromkeys((*columns, "note"), "") | results)
+        report.table(rows, path)
+        print(*(f"{k} {x}" for k, x in rows[-1].items() if x != ""), sep=", ", flush=True)
+    return rows
 
 
 def rows_of(case: Row, values: Any, **sizes: Sequence) -> list[Row]:

@@ -23,7 +23,6 @@ import numpy as np
 from experiments.common import harness, statistics, timing
 from experiments.speed.attention import BOTH, FORWARD, feasible, program
 from experiments.speed.baselines import D, inputs
-from vit.reports import report
 
 NAMES = {
     "cpu": ("ours", "exact"),
@@ -37,8 +36,8 @@ CHECKED = 198
 """Length of the sequences whose values are compared; cuDNN has no gradients of odd ones."""
 DIFFERENCE = 0.03
 """Bound of the error by bfloat16 in output and gradients, relative to their norm."""
-TIMED = ("compilation, s", "temporary, MiB", "time, ms", "ns per token and head")
-KEYS = ("implementation", "pass", "tokens", "batch", "heads")
+TIMED: tuple[str, ...] = ("compilation, s", "temporary, MiB", "time, ms", "ns per token and head")
+KEYS: tuple[str, ...] = ("implementation", "pass", "tokens", "batch", "heads")
 FIGURE: harness.Row = dict(
     change=lambda rows: [row for row in rows if row["time, ms"] != ""],
     x="tokens",
@@ -51,22 +50,31 @@ FIGURE: harness.Row = dict(
 Row = harness.Row
 
 
+def window(name: str) -> int:
+    """Return the tokens of the window of an implementation such as "window 16, causal"; or 0."""
+    return int(name.partition(",")[0].split()[1]) if name.startswith("window") else 0
+
+
 def softmax64(name: str, args: Sequence[jax.Array]) -> list[np.ndarray]:
     """Return output and gradients from the whole matrix of logits, in float64 on the CPU.
 
-    The logits are q.k for exact attention, and log sum_j e^{w_j.(q + k) - |k|^2 / 2} otherwise:
-    what does not depend on the key cancels. q and k are scaled by D^{-1/4}.
+    The logits are q.k for exact attention, and log (1 / m) sum_j e^{w_j.(q + k) - |q|^2 / 2 -
+    |k|^2 / 2} for features; with a window of w tokens q.k for keys of the same chunk of w tokens
+    and its neighbours. q and k are scaled by D^{-1/4}.
     """
 
     def attention(query, key, value, frequencies):
         query, key = query * D**-0.25, key * D**-0.25
-        if name.startswith(("exact", "cuDNN")):
-            logits = jnp.einsum("bthd,bshd->bhts", query, key)
-        else:
+        logits = jnp.einsum("bthd,bshd->bhts", query, key)
+        if not name.startswith(("exact", "cuDNN")):
             left = jnp.einsum("bthd,md->bhtm", query, frequencies)[:, :, :, None]
             right = jnp.einsum("bshd,md->bhsm", key, frequencies)[:, :, None]
-            norms = jnp.einsum("bshd,bshd->bhs", key, key)[:, :, None]
-            logits = jax.nn.logsumexp(left + right, axis=-1) - norms / 2
+            norms = (jnp.einsum("bthd,bthd->bht", x, x) / 2 for x in (query, key))
+            norms = jax.numpy.expand_dims(next(norms), -1) + next(norms)[:, :, None]
+            far = jax.nn.logsumexp(left + right, axis=-1) - norms - np.log(len(frequencies))
+            chunks = np.arange(query.shape[1]) // window(name) if window(name) else None
+            near = chunks is not None and abs(chunks[:, None] - chunks) <= 1
+            logits = jnp.where(near, logits, far)
         if name.endswith("causal"):
             logits = jnp.where(jnp.tri(*logits.shape[-2:], dtype=bool), logits, -jnp.inf)
         return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), value)
@@ -104,15 +112,22 @@ def timed(name: str, which: str, args: list[jax.Array], queued: int) -> Row:
     }
 
 
-def measure(lengths: Sequence[int], out: Path, minutes: float = 9.0) -> str:
+def measure(lengths: Sequence[int], out: Path, deadline: float, names: Sequence[str] = ()) -> str:
     """Write the missing rows of lengths_PLATFORM.csv, the table of speed-ups and the figure.
 
-    Returns the table.
+    Args:
+        lengths: numbers of tokens.
+        out: folder of the results.
+        deadline: time of `time.monotonic` after which nothing is begun.
+        names: implementations; `NAMES` of the platform if empty.
+
+    Returns:
+        The table of speed-ups.
     """
-    start, platform = time.monotonic(), jax.default_backend()
+    platform = jax.default_backend()
     path = out / f"lengths_{platform}"
     dtype, heads, queued = (jnp.float32, 1, 1) if platform == "cpu" else (jnp.bfloat16, 12, 20)
-    names = [name + end for name in NAMES[platform] for end in ("", ", causal")]
+    names = [name + end for name in names or NAMES[platform] for end in ("", ", causal")]
     cases = [(name, "values", CHECKED, 1, 2) for name in names]
     cases += [
         (name, which, tokens, max(TOKENS // tokens, 1), heads)
@@ -120,30 +135,19 @@ def measure(lengths: Sequence[int], out: Path, minutes: float = 9.0) -> str:
         for which in (FORWARD, BOTH)
         for name in feasible(names, tokens)
     ]
-    csv = path.with_suffix(".csv")
-    rows = harness.read(csv) if csv.exists() else []
-    done = {tuple(row[key] for key in KEYS) for row in rows}
-    for case in cases:
-        wrong = {r["implementation"] for r in rows if r["pass"] == "values" and r["note"]}
-        name, which, tokens, batch, heads = case
-        if case in done or name in wrong:
-            continue
-        if time.monotonic() - start > 60 * minutes:
-            print("Time is up: the same command goes on.", flush=True)
-            break
-        row: Row = {key: "" for key in (*KEYS, "relative error", *TIMED, "note")}
-        row |= dict(zip(KEYS, case, strict=True))
-        try:
-            if which == "values":
-                row |= checked(name, dtype)
-                row["note"] = "" if row["relative error"] < DIFFERENCE else "wrong values"
-            else:
-                row |= timed(name, which, inputs(tokens, heads, batch, dtype), queued)
-        except Exception as error:  # out of memory, or not supported there
-            row["note"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        rows.append(row)
-        report.table(rows, path)
-        print(*(f"{k} {x}" for k, x in row.items() if x != ""), sep=", ", flush=True)
+
+    def measured(case: Row, rows: list[Row]) -> Row | None:
+        name, which, tokens, batch, heads = case.values()
+        if name in {r["implementation"] for r in rows if r["pass"] == "values" and r["note"]}:
+            return None
+        if which != "values":
+            return timed(name, which, inputs(tokens, heads, batch, dtype), queued)
+        found = checked(name, dtype)
+        right = found["relative error"] < DIFFERENCE
+        return found | {"note": "" if right else "wrong values"}
+
+    named: list[Row] = [dict(zip(KEYS, case, strict=True)) for case in cases]
+    rows = harness.resumed(path, named, measured, ("relative error", *TIMED), deadline)
     if any(row["time, ms"] for row in rows):
         harness.figure(path, **FIGURE)
     return harness.show(speedups(rows), out / f"speedups_{platform}")

@@ -39,15 +39,20 @@ FIGURES: harness.Figures = {
 }
 
 
+def kinds() -> dict[str, config.Attention]:
+    """Return the kinds of attention that are timed on this platform."""
+    return KINDS if jax.default_backend() == "cpu" else KINDS | {"performer, kernel": KERNEL}
+
+
 def measured(patches: Sequence[int], pixels: int = 224, repeats: int = 7) -> list[dict[str, Any]]:
     """Time each number of tokens with each kind of attention."""
-    rows, on_cpu = [], jax.default_backend() == "cpu"
-    kinds = KINDS if on_cpu else KINDS | {"performer, kernel": KERNEL}
+    rows, on_cpu, kinds_here = [], jax.default_backend() == "cpu", kinds()
     for patch in patches:
         batch = 1 if on_cpu else BATCHES[patch]
         with ThreadPoolExecutor() as pool:  # compiled side by side
             build = partial(step, patch=patch, pixels=pixels, batch_size=batch)
-            programs = dict(zip(kinds, pool.map(build, kinds.values()), strict=True))
+            calls = pool.map(build, kinds_here.values())
+            programs = dict(zip(kinds_here, calls, strict=True))
         best = timing.race({name: call for name, (call, _) in programs.items()}, repeats)
         for name, (_, memory) in programs.items():
             row = {

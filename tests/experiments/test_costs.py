@@ -1,5 +1,6 @@
 """Operations against what XLA counts."""
 
+import math
 from functools import partial
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 from flax import nnx
 
 from experiments.common import harness
-from experiments.speed import lengths
+from experiments.speed import hour, lengths
 from experiments.speed.baselines import IMPLEMENTATIONS, inputs
 from performer import performer_attention
 from tests.support.small import shapes, small_config
@@ -69,7 +70,7 @@ def test_lengths_are_timed_once_and_only_if_the_values_are_right(tmp_path, monke
     monkeypatch.setattr(lengths, "TOKENS", 32)
     monkeypatch.setattr(lengths, "CHECKED", 9)
     monkeypatch.setitem(IMPLEMENTATIONS, "exact, causal", IMPLEMENTATIONS["exact"])
-    table = lengths.measure((8, 16), tmp_path)
+    table = lengths.measure((8, 16), tmp_path, math.inf)
     rows = harness.read(tmp_path / "lengths_cpu.csv")
     errors = {r["implementation"]: r["relative error"] for r in rows if r["pass"] == "values"}
     assert max(errors.pop("ours"), errors.pop("ours, causal"), errors.pop("exact")) < 3e-6
@@ -78,5 +79,34 @@ def test_lengths_are_timed_once_and_only_if_the_values_are_right(tmp_path, monke
     assert sorted(set(names)) == ["exact", "ours", "ours, causal"]
     assert len(names) == 3 * 2 * 2
     assert [line.split(" | ")[1] for line in table.splitlines()[2:]] == ["exact"] * 2
-    assert lengths.measure((8, 16), tmp_path) == table
+    assert lengths.measure((8, 16), tmp_path, math.inf) == table
     assert harness.read(tmp_path / "lengths_cpu.csv") == rows
+
+
+@pytest.mark.thorough
+def test_the_gpu_hour_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """Rehearsed on a CPU: nothing after the deadline; the second command measures what is missing.
+
+    Windows are compared with float64.
+    """
+    monkeypatch.setattr(lengths, "TOKENS", 32)
+    monkeypatch.setattr(lengths, "CHECKED", 40)
+    monkeypatch.setattr(hour, "demo", lambda *_: {"accuracy": 0.5, "seconds": 1.0})
+    monkeypatch.setattr(hour, "step", lambda *_: dict.fromkeys(hour.STEP, 1.0))
+    hour.measure(tmp_path, minutes=0, quick=True)
+    assert not (tmp_path / "values.csv").exists()
+    hour.measure(tmp_path, minutes=10, quick=True)
+    csvs = lambda: {str(x.relative_to(tmp_path)): harness.read(x) for x in tmp_path.rglob("*.csv")}  # noqa: E731
+    read = csvs()
+    names = {"values.csv", "lengths_cpu.csv", "windows/lengths_cpu.csv", "vit.csv", "demo.csv"}
+    assert names <= set(read)
+    for row in read["values.csv"]:
+        assert max(row["output"], row["gradients"]) < hour.BOUNDS["bfloat16"], row
+        assert row["path"] == "blocked, no kernel for a CPU"
+    errors = [r["relative error"] for r in read["windows/lengths_cpu.csv"] if r["pass"] == "values"]
+    assert len(errors) == 4
+    assert max(errors) < 3e-6
+    monkeypatch.setattr(hour, "value", None)
+    monkeypatch.setattr(lengths, "program", None)
+    hour.measure(tmp_path, minutes=10, quick=True)
+    assert csvs() == read
