@@ -80,6 +80,22 @@ def final_state(run, workdir):
     return jax.tree.map(number, checkpoint.restore(workdir, run.abstract)[1])
 
 
+def bits(state):
+    """The bits of every array, keys of random streams too."""
+
+    def as_bytes(x):
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+    return {jax.tree_util.keystr(path): as_bytes(x) for path, x in jax.tree.leaves_with_path(state)}
+
+
+def losses(workdir):
+    """Steps and values of the log, without times."""
+    names = ("step", "train_loss", "gradient_norm", "eval_loss", "eval_accuracy")
+    return [[r.get(name) for name in names] for r in metrics.read(workdir / "metrics.jsonl")]
+
+
 def assert_same_losses(log, other):
     """Steps, losses and accuracies of two logs; some records have those of an evaluation."""
     names = ("step", "train_loss", "eval_loss", "eval_accuracy")

@@ -7,11 +7,9 @@ import subprocess
 import sys
 import time
 
-import jax
-import numpy as np
 import pytest
 
-from tests.support.small import PATIENCE
+from tests.support.small import PATIENCE, bits, losses
 from vit.reports import metrics
 from vit.run import runs
 
@@ -72,21 +70,6 @@ def kill_once(workdir, moment, chance):
     began = [line.split()[-3] for line in output.splitlines() if ": at step" in line]
     step, cut = metrics.read(log)[-1]["step"], (half_written(workdir), unevaluated(workdir))
     print("|", *(began or "0"), "|", moment, "|", step, "|", cut[0], "|", cut[1], "|")
-
-
-def bits(state):
-    """The bits of every array, keys of random streams too."""
-
-    def as_bytes(x):
-        is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
-
-    return {jax.tree_util.keystr(path): as_bytes(x) for path, x in jax.tree.leaves_with_path(state)}
-
-
-def losses(workdir):
-    names = ("step", "train_loss", "gradient_norm", "eval_loss", "eval_accuracy")
-    return [[r.get(name) for name in names] for r in metrics.read(workdir / "metrics.jsonl")]
 
 
 @pytest.mark.slow
