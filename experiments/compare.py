@@ -43,7 +43,7 @@ from vit.config import arguments
 from vit.model import classification
 from vit.reports import attention_report, metrics
 from vit.reports import report as reports
-from vit.run import checkpoint, devices, files, loop, runs
+from vit.run import buckets, devices, files, loop, runs
 from vit.task import of_folder
 
 SOFTMAX = "softmax"
@@ -230,7 +230,7 @@ def compare(
         ValueError: before anything is trained, for input that cannot be.
         SystemExit: by `loop.train` when a signal stops it; the same call resumes.
     """
-    checkpoint.check_path(out)
+    buckets.check_local(out, "--out=")
     if num_seeds < 1:
         raise ValueError(f"--seeds={num_seeds} must be at least 1")
     fields = parse_grid(grid)

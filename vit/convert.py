@@ -55,7 +55,7 @@ from vit import data
 from vit.config import Block, Config, arguments
 from vit.config.cli import command
 from vit.reports import metrics, report
-from vit.run import checkpoint, devices, runs, safety
+from vit.run import buckets, devices, runs, safety
 from vit.run.steps import evaluate_model
 from vit.task import SUBJECTS, Model, of_folder, random_streams
 from vit.weights import conversion
@@ -251,7 +251,7 @@ def convert(
             or calibration is unknown, a coupling does not admit a size, or `out` is not empty.
         vit.run.checkpoint.SaveError: if the run cannot be written.
     """
-    out = out or Path(f"{workdir}-performer")
+    out = out or buckets.path(f"{workdir}-performer")
     of_folder(workdir, *SUBJECTS)
     config = configs.of_run(workdir)
     if config.attention.kind != "softmax":
@@ -281,7 +281,6 @@ def convert(
     )
     for each in cases:
         configs.validate(with_case(config, each))
-    checkpoint.check_path(out)
     safety.check_vacant(out, "--out")
     run = runs.restore(workdir).with_window(max(exact_window))
     if run.task.is_causal and (exact_keys or exact_rows):
@@ -316,7 +315,7 @@ def convert(
 def main(workdir: Path, out: Path | None, images: int, **options: Any) -> None:
     """Run the command."""
     logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised
-    out = out or Path(f"{workdir}-performer")
+    out = out or buckets.path(f"{workdir}-performer")
     devices.check_alone()
     print(f"loading {workdir}, calibrating on {images} examples", file=sys.stderr)
     start = time.monotonic()

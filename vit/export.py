@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, UInt8
 import performer
 from vit import use
 from vit.config import arguments
-from vit.run import devices, files
+from vit.run import buckets, devices, files
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 
@@ -44,8 +44,10 @@ def description(out: Path) -> Path:
     """Return the json file of a program.
 
     Raises:
-        ValueError: if the ending belongs to the other file, or a file exists already.
+        ValueError: if the ending belongs to the other file, a file exists already, or `out` is in a
+            bucket.
     """
+    buckets.check_local(out, "--out=")
     if out.suffix in ("", ".json"):
         raise ValueError(
             f"--out={out} is the name of the program, with .json next to it: let it end in"

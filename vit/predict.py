@@ -29,7 +29,7 @@ from vit.config import arguments, cli
 from vit.data.sources import folders
 from vit.data.sources.source import READ
 from vit.reports import rollout
-from vit.run import devices, files, safety
+from vit.run import buckets, devices, files, safety
 
 READERS = 8
 """Threads that decode pictures."""
@@ -53,6 +53,7 @@ def pictures(paths: Iterable[Path]) -> list[Path]:
     """
     found = []
     for path in paths:
+        buckets.check_local(path)
         if not path.exists():
             raise ValueError(f"{path} does not exist")
         found += folders.pictures(path) if path.is_dir() else [path]
@@ -147,6 +148,8 @@ def main(
     devices.check_alone()
     if top < 1:
         raise ValueError(f"--top={top} must be at least 1")
+    if csv:
+        buckets.check_local(csv, "--csv=")
     if csv and csv.exists():
         raise ValueError(f"--csv={csv} exists already: remove it or choose another name")
     found = pictures(paths)

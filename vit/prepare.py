@@ -48,7 +48,7 @@ from vit.config.cli import command
 from vit.data import augment
 from vit.data.sources import folders, forms, ilsvrc2012
 from vit.data.sources.source import Example, Source, with_validation
-from vit.run import devices
+from vit.run import buckets, devices
 
 VERSION = "1.0.0"
 VALIDATION = 0.1
@@ -78,7 +78,8 @@ def prepare(
 
     Args:
         source: folder with raw pictures, in one of the forms above.
-        out: folder of TFDS data sets; made if it does not exist.
+        out: folder of TFDS data sets; made if it does not exist. For gs://... the data set is
+            written to the folder of temporary files and uploaded.
         name: name of the data set, lower case letters, digits and underscores; the folder's
             if empty.
         max_bad_files: number of unreadable files that are tolerated.
@@ -99,6 +100,7 @@ def prepare(
     """
     if min(max_bad_files, seed, max_side, files) < 0:
         raise ValueError("--max_bad_files, --seed, --max_side and --files must not be negative")
+    buckets.check_local(source, "--source=")
     opened = _with_channels(forms.read(source, labels_column))
     if len(opened.class_names) < 2:
         raise ValueError(
@@ -139,9 +141,8 @@ def prepare(
             more = f", fewer than --files={files}" * bool(files)
             raise ValueError(f"{source} has {written} readable images of split {split!r}{more}")
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _removed_if_empty(target.parent, out):
-        builder = _Builder(name, opened, examples, out)
+    with buckets.filled(out, "dataset_info.json") as folder, _removed_if_empty(folder, name):
+        builder = _Builder(name, opened, examples, folder)
         parted = tfds.download.DownloadConfig(num_shards=files or None)
         silent = contextlib.redirect_stdout(io.StringIO())  # TFDS announces a download
         with tempfile.TemporaryDirectory() as downloads, silent:
@@ -183,13 +184,14 @@ def _with_channels(source: Source) -> Source:
 
 
 @contextlib.contextmanager
-def _removed_if_empty(*folders: Path) -> Iterator[None]:
-    """Remove the folders if the block fails and leaves nothing in them."""
+def _removed_if_empty(out: Path, name: str) -> Iterator[None]:
+    """Make the folder `out/name`; remove both if the block fails and leaves nothing in them."""
+    (out / name).mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
         with contextlib.suppress(OSError):
-            for folder in folders:
+            for folder in (out / name, out):
                 folder.rmdir()
         raise
 

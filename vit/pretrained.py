@@ -37,7 +37,7 @@ from vit import weights as published
 from vit.config import arguments, cli
 from vit.data.classes import placeholders
 from vit.model import ViT
-from vit.run import devices
+from vit.run import buckets, devices
 from vit.weights import transfer
 from vit.weights.encoder import Arrays, Encoder
 
@@ -67,6 +67,7 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
             arrays do not fit the model (all are listed). Nothing has been written then.
         OSError: if the run cannot be written, as on a full disk.
     """
+    buckets.check_local(weights, "--weights=")
     encoder = published.read(weights)
     dataset = _no_data(encoder) if config is None else None
     origin = {"weights": str(weights.resolve())}

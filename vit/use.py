@@ -32,7 +32,7 @@ from vit.data import augment
 from vit.data.sources.source import content as read
 from vit.data.sources.source import holdout
 from vit.model import ViT, classification
-from vit.run import checkpoint, loop, steps
+from vit.run import buckets, checkpoint, loop, steps
 from vit.task import of_folder
 
 LARGEST = 64
@@ -160,7 +160,7 @@ def load(workdir: str | os.PathLike, step: int | str | None = None) -> Trained:
         ValueError: when the folder holds no run, a run of another task than image classification,
             no checkpoint of that step, or no readable checkpoint.
     """
-    workdir = Path(workdir)
+    workdir = buckets.path(workdir)
     config = configs.of_run(workdir)
     configs.validate(config)
     found = of_folder(workdir, classification.NAME)
@@ -278,7 +278,7 @@ def fit(
     dataset = data.Dataset(
         records, held_out, class_names, channels, fingerprint=dataset.fingerprint
     )
-    loop.train(config, Path(workdir), dataset)
+    loop.train(config, buckets.path(workdir), dataset)
     return load(workdir)
 
 

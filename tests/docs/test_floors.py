@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.run import loggers
+from vit.run import buckets, loggers
 
 FLOORS = ("performer", "vit", "experiments")
 LIBRARIES = {"performer", "jax", "numpy", "optax", "scipy", "jaxtyping", *sys.stdlib_module_names}
@@ -75,6 +75,6 @@ def test_each_requirement_is_imported_by_what_its_extra_is_for(extra, distributi
         used, importer = OPENED_BY_JAX[distribution]
         assert any(name.startswith(used) for name in imported)
         imported = set(imports(Path(find_spec(importer).origin)))
-    if extra in loggers.PACKAGES:  # by name, at run time
-        imported.add(loggers.PACKAGES[extra].lower())
+    by_name = {**loggers.PACKAGES, "gcs": buckets.PACKAGE}  # at run time
+    imported |= {by_name[extra].lower()} if extra in by_name else set()
     assert modules & {name.split(".")[0] for name in imported}

@@ -37,6 +37,7 @@ from absl import app, flags, logging
 
 from performer.choices import unknown
 from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten
+from vit.run import buckets
 from vit.run.safety import lasting
 
 LIBRARIES = ("absl", "jax", "orbax", "tensorflow", "grain", "array_record", "etils", "tensorstore")
@@ -326,8 +327,10 @@ class Parser(flags.ArgumentParser):
             if text not in get_args(self.kind):
                 raise ValueError(unknown("value", text, get_args(self.kind)))
             return text
+        if self.kind is Path and text:  # an empty one would be the current folder
+            return buckets.path(text)
         try:
-            if not text and self.kind is Path:  # would be the current folder
+            if self.kind is Path:
                 raise ValueError
             return _BOOLS[text.lower()] if self.kind is bool else self.kind(text)
         except (KeyError, ValueError):

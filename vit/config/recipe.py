@@ -16,13 +16,13 @@ derived from it: with fewer epochs the warm-up is also shorter.
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit import data
 from vit.config import Attention, Config, Data, Model, Optim, check_fields, with_values
 from vit.config.cli import command
 from vit.data import augment
+from vit.run import buckets
 
 EPOCHS, FEWEST_STEPS = 90, 600
 LARGEST_BATCH = 4096
@@ -134,7 +134,7 @@ def for_data_set(where: str) -> Derived:
         ValueError: when the folder is no prepared data set or has no split for evaluation; or as
             `data.load`.
     """
-    folder = Path(where)
+    folder = buckets.path(where)
     if not folder.is_dir():
         prepare = command("prepare", source="PICTURES", out=folder.parent)
         raise ValueError(

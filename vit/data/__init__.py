@@ -34,7 +34,7 @@ from vit import config
 from vit.config.cli import command
 from vit.data import augment, classes
 from vit.data.sources import forms
-from vit.run import devices
+from vit.run import buckets, devices
 
 Batch = dict[str, Any]
 """Arrays by name, NumPy or JAX: those of the examples, and for evaluation `mask`."""
@@ -323,7 +323,7 @@ def _builder(data: config.Data) -> Any:
     """
     from tensorflow_datasets.core import read_only_builder
 
-    root = epath.Path(data.dir)
+    root = epath.Path(buckets.path(data.dir))
     folders = _folders(root) if data.dir else {}
     if data.name in folders:
         try:

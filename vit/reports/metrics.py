@@ -31,8 +31,7 @@ def last(path: Path) -> Record:
 
 def append(path: Path, record: Record) -> None:
     """Add one line to the log."""
-    with files.naming(path), path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    files.append(path, json.dumps(record) + "\n")
 
 
 def read(path: Path) -> list[Record]:

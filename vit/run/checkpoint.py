@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,8 +19,11 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from vit.reports import metrics
-from vit.run import devices
+from vit.run import buckets, devices
+from vit.run.buckets import Address
 
+COMMITTED = "commit_success.txt"
+"""Last object of a checkpoint of Orbax in a bucket."""
 KEEP = 2
 """Number of newest checkpoints that are kept."""
 
@@ -61,19 +63,16 @@ class Checkpoints:
 
 
 def found(workdir: Path) -> list[int]:
-    """Return the steps of all checkpoints, readable or not."""
-    names = (path.name for path in (workdir / "checkpoints").glob("*"))
+    """Return the steps of all complete checkpoints, readable or not.
+
+    On a disk a complete one has its final name, in a bucket an object that is written last.
+    """
+    folder = workdir / "checkpoints"
+    if isinstance(workdir, Address):
+        names = (path.parent.name for path in folder.glob(f"*/{COMMITTED}"))
+    else:
+        names = (path.name for path in folder.glob("*"))
     return sorted(int(name) for name in names if name.isdecimal())
-
-
-def check_path(workdir: Path) -> None:
-    """Raise ValueError for the address of a bucket."""
-    if ":/" in str(workdir):
-        raise ValueError(
-            f"{workdir} is an address, and a run needs what a bucket lacks: appending to a file"
-            " (metrics.jsonl), locks, and renaming a folder. Mount the bucket (gcsfuse for gs://)"
-            " and give its folder; config.data.dir may be an address"
-        )
 
 
 def readable_path(workdir: Path) -> Path:
@@ -86,6 +85,8 @@ def readable_path(workdir: Path) -> Path:
         ValueError: if something else has the name of the link.
     """
     folder = workdir.resolve()
+    if isinstance(folder, Address):
+        return folder / "checkpoints"
     if re.fullmatch(r"[\w/ .,=+@~-]*", str(folder)):
         return folder / "checkpoints"
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]
@@ -103,11 +104,7 @@ def open_checkpoints(workdir: Path, keep_every: int = 0) -> Checkpoints:
     A checkpoint appears under its final name when it is complete. Unfinished ones are removed, and
     old ones except the last `KEEP`, that of the best evaluation and those at multiples of
     `keep_every` steps.
-
-    Raises:
-        ValueError: as `check_path`.
     """
-    check_path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     policies = ocp.training.preservation_policies
     kept: list[Any] = [policies.LatestN(KEEP), BestEvaluated(workdir / "metrics.jsonl")]
@@ -212,7 +209,6 @@ def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[i
         ValueError: as `chosen_steps`, or when no checkpoint can be read.
     """
     failures: list[str] = []
-    check_path(workdir)
     chosen = json.loads(devices.gathered(json.dumps(chosen_steps(workdir, step)))[0])
     for number in reversed(chosen):
         folder = workdir / "checkpoints" / str(number)
@@ -237,8 +233,6 @@ def set_aside(workdir: Path, step: int) -> None:
         for number in found(workdir):
             if number > step:
                 target = workdir / "unreadable" / str(number)
-                shutil.rmtree(target, ignore_errors=True)
-                target.parent.mkdir(exist_ok=True)
-                (workdir / "checkpoints" / str(number)).rename(target)
+                buckets.move(workdir / "checkpoints" / str(number), target)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("checkpoints set aside")

@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from performer.attention.kernels import which
 from vit import config as configs
 from vit import data
-from vit.run import devices, runs
+from vit.run import buckets, devices, runs
 from vit.run.steps import parameters
 
 KNOWN = {
@@ -114,7 +114,8 @@ def dataset(
     Raises:
         ValueError: when the size is missing.
     """
-    is_there = config.data.name == "digits" or (Path(config.data.dir) / config.data.name).exists()
+    folder = buckets.path(config.data.dir) / config.data.name
+    is_there = config.data.name == "digits" or folder.exists()
     if not topology and not size and (is_there or config.data.name not in KNOWN):
         return None
     if not size and config.data.name not in KNOWN:

@@ -1,4 +1,7 @@
-"""Files of a run: atomic writes that follow no links, and locks."""
+"""Files of a run: atomic writes that follow no links, and locks.
+
+Paths in a bucket (`vit.run.buckets`) are accepted like local ones.
+"""
 
 import contextlib
 import fcntl
@@ -9,20 +12,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vit.run import buckets
+from vit.run.buckets import Address
+
 
 def write(path: Path, content: str | bytes) -> None:
     """Write the file atomically; a link in its place is replaced, not followed."""
+    data = content.encode(errors="surrogateescape") if isinstance(content, str) else content
+    if isinstance(path, Address):
+        path.write_bytes(data)
+        return
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         with naming(path), temporary.open("xb") as file:
-            is_text = isinstance(content, str)
-            file.write(content.encode(errors="surrogateescape") if is_text else content)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line to a text file; an object in a bucket is written anew."""
+    if isinstance(path, Address):
+        write(path, (read(path) if path.exists() else "") + line)
+        return
+    with naming(path), path.open("a") as file:
+        file.write(line)
 
 
 @contextlib.contextmanager
@@ -40,7 +58,7 @@ def naming(path: Path) -> Iterator[None]:
 def alone(path: Path) -> Iterator[None]:
     """Lock a file, which is created, until the block or the process ends; also over NFS.
 
-    On a file system without locks a line is printed instead.
+    On a file system without locks a line is printed instead. In a bucket it is `buckets.alone`.
 
     Args:
         path: file; a link is not followed.
@@ -48,6 +66,10 @@ def alone(path: Path) -> Iterator[None]:
     Raises:
         ValueError: when another process holds the lock.
     """
+    if isinstance(path, Address):
+        with buckets.alone(path):
+            yield
+        return
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     with open(os.open(path, flags, 0o666), "r+", errors="replace") as file:
         try:
@@ -67,7 +89,7 @@ def alone(path: Path) -> Iterator[None]:
 
 def read(path: Path) -> str:
     """Return the text of a file, with U+FFFD for invalid UTF-8."""
-    return path.read_text("utf-8", errors="replace")
+    return path.read_bytes().decode(errors="replace")
 
 
 def note(path: Path, record: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from performer.choices import unknown
 from vit import config as configs
 from vit.reports import metrics
-from vit.run import files
+from vit.run import buckets, files
 
 Write = Callable[[metrics.Record], object]
 """Function of a record of the log."""
@@ -27,6 +27,7 @@ Write = Callable[[metrics.Record], object]
 def tensorboard(workdir: Path, config: configs.Config) -> Iterator[Write]:
     """Log to the folder `workdir`/tensorboard; records after the last checkpoint are hidden."""
     del config
+    buckets.check_local(workdir, "with --log=tensorboard, --workdir=")
     records = metrics.read(workdir / "metrics.jsonl")
     ahead = records[-1]["step"] + 1 if records else 0
     writer = _module("tensorboard").SummaryWriter
@@ -48,7 +49,7 @@ def wandb(workdir: Path, config: configs.Config) -> Iterator[Write]:
     run = _module("wandb").init(
         id=noted["id"],
         name=workdir.resolve().name,
-        dir=str(workdir),
+        dir=None if isinstance(workdir, buckets.Address) else str(workdir),
         config=configs.flatten(config),
         resume="allow",
         allow_val_change=True,  # of the fields that a resumed run may change

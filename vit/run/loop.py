@@ -19,7 +19,7 @@ import optax
 from vit import config as configs
 from vit import data
 from vit.reports import metrics
-from vit.run import checkpoint, devices, files, loggers, runs, safety, steps
+from vit.run import buckets, checkpoint, devices, files, loggers, runs, safety, steps
 from vit.task import Task
 
 PROFILED = 5
@@ -201,7 +201,8 @@ def train(
 
     Args:
         config: config of the run, valid also in the fields that the task does not use.
-        workdir: folder of the run; with several hosts on a shared file system.
+        workdir: folder of the run; with several hosts on a shared file system or in a bucket
+            (`vit.run.buckets.path`).
         dataset: as in `runs.subject`.
         task: as in `runs.subject`.
         profile: trace `PROFILED` steps after the first line of the log into `workdir`/profile.
@@ -219,8 +220,10 @@ def train(
     """
     # Check everything before anything is written.
     configs.validate(config)
-    checkpoint.check_path(workdir)
+    workdir = buckets.path(workdir)
     loggers.check(log)
+    if profile:
+        buckets.check_local(workdir, "with --profile, --workdir=")
     dataset, task = runs.subject(config, dataset, task, workdir)
     devices.check_same(runs.shared_settings(config, dataset, task))
     mesh = devices.mesh(config)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from vit.run import files
+from vit.run import buckets, files
 
 STOPPED = 75
 """Exit code of a run stopped by a signal; the same command resumes it (EX_TEMPFAIL)."""
@@ -40,6 +40,7 @@ def appearing(folder: Path, flag: str) -> Iterator[Path]:
     """Yield a folder to fill, `folder`.unfinished, which is renamed at the end of the block.
 
     It is removed when the block raises; remains of a killed process are removed by the next one.
+    For a bucket it is a temporary folder on the local disk, which is uploaded, config.json last.
 
     Raises:
         ValueError: as `check_vacant` and `files.alone`.
@@ -48,6 +49,10 @@ def appearing(folder: Path, flag: str) -> Iterator[Path]:
     folder = folder.resolve()
     check_vacant(folder, flag)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
+    if isinstance(folder, buckets.Address):
+        with files.alone(unfinished / "lock"), buckets.filled(folder, "config.json") as local:
+            yield local
+        return
     unfinished.mkdir(parents=True, exist_ok=True)
     with files.naming(unfinished), files.alone(unfinished / "lock"):
         for path in unfinished.iterdir():

@@ -35,7 +35,7 @@ from performer.nnx import PerformerAttention
 from vit import config as configs
 from vit import data, use
 from vit.data.classes import matched
-from vit.run import checkpoint, files, runs, safety
+from vit.run import buckets, files, runs, safety
 from vit.task import Model, Task, of_folder, random_streams
 
 Resample = Callable[[Any, int], Any]
@@ -142,7 +142,7 @@ def begun(
         vit.run.checkpoint.SaveError: if the run cannot be written.
     """
     configs.validate(config)
-    checkpoint.check_path(workdir)
+    workdir = buckets.path(workdir)
     safety.check_vacant(workdir, "--workdir")
     dataset, task = runs.subject(config, dataset, task)
     runs.rate(config, dataset)
