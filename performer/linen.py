@@ -1,15 +1,95 @@
 """Drop-in attention for Flax linen; `performer.linearize` converts trained modules."""
 
+from collections.abc import Mapping
+from dataclasses import field
 from typing import Any
 
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
+from performer import couplings
 from performer.attention.dropin import attention_fn
 from performer.choices import extra
+from performer.typing import Coupling
 
 with extra("flax"):
     from flax import linen
+
+
+class PerformerAttention(linen.Module):
+    """FAVOR+ as the `attention_fn` of `linen.MultiHeadDotProductAttention`.
+
+    `init` draws the frequencies (n, m, h), with one draw for each head of the keys, from the stream
+    "frequencies", or from "params" if that is the only one. They are the collection "frequencies"
+    of the variables: saved with the parameters, not trained. Pass the collection to `apply`.
+
+    An instance created in a compact method belongs to one layer. `linen.scan` and `linen.vmap` over
+    layers need `variable_axes={"params": 0, "frequencies": 0}`.
+
+    Args:
+        num_features: m, number of frequencies per head.
+        coupling: name of a coupling, as of `performer.couplings.get`, or a coupling.
+        is_causal: query i attends to the keys up to i; linen's layer has no argument for it.
+        options: constant keywords of `performer.performer_attention`, such as `calibration` and
+            `feature_map`. `exact_window`, `exact_first` and `alibi_slopes` require self attention,
+            with or without a decoding cache.
+
+    Raises:
+        ValueError: for an unknown coupling or sizes that it does not admit, at `init`.
+
+    Example:
+        >>> layer = linen.MultiHeadDotProductAttention(12, attention_fn=PerformerAttention(128))
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> variables["frequencies"]["attention_fn"]["frequencies"].shape
+        (12, 128, 64)
+        >>> output = layer.apply(variables, x)
+
+        In training, replace the array of a layer with `couplings.redraw(...)` for new draws, with a
+        key of its own for each layer.
+    """
+
+    num_features: int
+    coupling: str | Coupling = couplings.DEFAULT
+    is_causal: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @linen.compact
+    def __call__(
+        self,
+        query: Float[Array, "*b t n h"],
+        key: Float[Array, "*b s n h"],
+        value: Float[Array, "*b s n v"],
+        *,
+        mask: ArrayLike | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        module: linen.Module | None = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> Float[Array, "*b t n v"]:
+        """Attend, with the arguments of `performer_attention_fn`."""
+        num_heads, head_dim = key.shape[-2:]
+
+        def draw() -> Array:
+            random_key = self.make_rng("frequencies")
+            return couplings.draw(random_key, self.coupling, self.num_features, head_dim, num_heads)
+
+        return performer_attention_fn(
+            query,
+            key,
+            value,
+            frequencies=self.variable("frequencies", "frequencies", draw).value,
+            mask=mask,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            dtype=dtype,
+            module=module,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
+            is_causal=self.is_causal,
+            **self.options,
+        )
 
 
 def performer_attention_fn(
@@ -35,9 +115,10 @@ def performer_attention_fn(
 ) -> Float[Array, "*b t n v"]:
     """FAVOR+ as the `attention_fn` of `linen.MultiHeadDotProductAttention`.
 
-    linen passes only keywords of a function's signature, so all of them are named here. Give the
-    frequencies and options by `functools.partial`; a variable of your module keeps the frequencies
-    in the checkpoint, untrained. What linear attention cannot compute is an error.
+    Give the frequencies and options by `functools.partial`. `PerformerAttention` draws and keeps
+    them. What linear attention cannot compute is an error.
+
+    linen passes only keywords of a function's signature, so all of them are named here.
 
     Args:
         query: (..., t, n, h).
@@ -70,18 +151,9 @@ def performer_attention_fn(
         ValueError: for what linear attention cannot compute; the message has the fix.
 
     Example:
-        >>> class Layer(linen.Module):
-        ...     @linen.compact
-        ...     def __call__(self, x):
-        ...         frequencies = self.variable(
-        ...             "frequencies",
-        ...             "frequencies",
-        ...             lambda: couplings.draw(self.make_rng("frequencies"), "pm", 128, 64, 12),
-        ...         )
-        ...         attention_fn = partial(performer_attention_fn, frequencies=frequencies.value)
-        ...         return linen.MultiHeadDotProductAttention(12, attention_fn=attention_fn)(x)
-
-        In training, assign `couplings.redraw(...)` to `frequencies.value` for new draws.
+        >>> frequencies = couplings.draw(jax.random.key(0), "pm", 128, 64, 12)
+        >>> attention_fn = partial(performer_attention_fn, frequencies=frequencies)
+        >>> layer = linen.MultiHeadDotProductAttention(12, attention_fn=attention_fn)
     """
     if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""performer_attention_fn inside linen.MultiHeadDotProductAttention."""
+"""The drop-ins inside linen.MultiHeadDotProductAttention."""
 
 from functools import partial
 
@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen
+from flax.errors import ScopeCollectionNotFound
 
 from performer import couplings, performer_attention
-from performer.linen import performer_attention_fn
+from performer.linen import PerformerAttention, performer_attention_fn
 from tests.support.tiers import tiers
 
 X = jax.random.normal(jax.random.key(0), (3, 5, 8))
@@ -60,3 +61,83 @@ def test_decoding_is_causal_attention(places):
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), want, atol=1e-5)
     plain = layer(is_causal=True).apply({"params": variables["params"]}, X)
     assert np.allclose(want, plain, atol=1e-3) == (not places)
+
+
+class Stack(linen.Module):
+    """Two layers, each with its own module as attention_fn."""
+
+    options: dict
+
+    @linen.compact
+    def __call__(self, x, **kwargs):
+        for _ in range(2):
+            attention_fn = PerformerAttention(16, "orf", **self.options)
+            x = linen.MultiHeadDotProductAttention(2, attention_fn=attention_fn)(x, **kwargs)
+        return x
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True, "options": {"exact_window": 2}}, {}])
+def test_the_module_holds_its_frequencies(options):
+    module = linen.MultiHeadDotProductAttention(2, attention_fn=PerformerAttention(16, **options))
+    variables = module.init(jax.random.key(3), X)
+    w = variables["frequencies"]["attention_fn"]["frequencies"]
+    assert w.shape == (2, 16, 4)
+    assert set(variables) == {"params", "frequencies"}
+    same = layer(w, is_causal="is_causal" in options, **options.get("options", {}))
+    mask = np.arange(5)[None, None, None] < 4
+    want = same.apply({"params": variables["params"]}, X, mask=mask)
+    got, state = module.apply(variables, X, mask=mask, sow_weights=True, mutable="intermediates")
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    (weights,) = state["intermediates"]["attention_weights"]
+    np.testing.assert_allclose(weights.sum(axis=-1), np.ones((3, 2, 5)), rtol=1e-5)
+
+
+def test_layers_have_their_own_draws_that_are_not_trained():
+    module = Stack({"is_causal": True})
+    streams = {"params": jax.random.key(0), "frequencies": jax.random.key(1)}
+    variables = jax.jit(module.init)(streams, X)
+    first, second = jax.tree.leaves(variables["frequencies"])
+    assert first.shape == (2, 16, 4)
+    draws = [*first, *second]
+    pairs = [(i, j) for i in range(4) for j in range(i)]
+    assert not any(np.allclose(draws[i], draws[j]) for i, j in pairs)
+
+    def loss(params, frequencies):
+        return jnp.sum(module.apply({"params": params, "frequencies": frequencies}, X) ** 2)
+
+    gradients = jax.jit(jax.grad(loss))(variables["params"], variables["frequencies"])
+    assert jax.tree.structure(gradients) == jax.tree.structure(variables["params"])
+    norms = [np.linalg.norm(gradients[name]["query"]["kernel"]) for name in gradients]
+    assert len(norms) == 2
+    assert np.isfinite(norms).all()
+    assert min(norms) > 0
+    with pytest.raises(ScopeCollectionNotFound, match="frequencies"):
+        module.apply({"params": variables["params"]}, X)
+
+
+def test_the_module_scans_over_layers():
+    class Layer(linen.Module):
+        @linen.compact
+        def __call__(self, x, _):
+            attention_fn = PerformerAttention(16)
+            return linen.MultiHeadDotProductAttention(2, attention_fn=attention_fn)(x), None
+
+    axes = {"params": 0, "frequencies": 0}
+    rngs = {"params": True, "frequencies": True}
+    scanned = linen.scan(Layer, variable_axes=axes, split_rngs=rngs, length=3)()
+    variables = scanned.init(jax.random.key(0), X, None)
+    (w,) = jax.tree.leaves(variables["frequencies"])
+    assert w.shape == (3, 2, 16, 4)
+    assert not np.allclose(w[0], w[1])
+
+
+def test_what_linear_attention_lacks_is_an_error_of_the_module():
+    def refused(match, **options):
+        module = linen.MultiHeadDotProductAttention(
+            2, attention_fn=PerformerAttention(8), **options
+        )
+        with pytest.raises(ValueError, match=match):
+            module.init(jax.random.key(0), X)
+
+    refused("no attention weights to drop", dropout_rate=0.5, deterministic=False)
+    refused("no products of queries with keys", qk_attn_weights_einsum_cls=lambda: jnp.einsum)

@@ -99,11 +99,6 @@ def _ring_kernel():
     return graphs.graph_random_features(jax.random.key(0), _ring(), kernel, **options)
 
 
-def _linen_layer(x):
-    module = linen.MultiHeadAttention(2)
-    return {"module": module, "variables": module.init(jax.random.key(0), x)}
-
-
 NEEDED = {
     "performer.butterfly": lambda normal: {"x": normal(3, 784)},
     "performer.structured": lambda normal: {"x": normal(3, 1024)},
@@ -126,7 +121,7 @@ NEEDED = {
         | {"model": nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))}
     ),
     "performer.nnx.layer": lambda normal: {"x": normal(2, 6, 768)},
-    "performer.linen": lambda normal: {"x": normal(2, 6, 8)} | _linen_layer(normal(2, 6, 8)),
+    "performer.linen": lambda normal: {"x": normal(2, 6, 768)},
     "performer.sklearn": lambda normal: SKLEARN,
 }
 SKLEARN = dict(sklearn=sklearn, make_pipeline=make_pipeline, GridSearchCV=GridSearchCV)
