@@ -98,6 +98,11 @@ OWN: dict[str, harness.Row] = {
         ],
         line="{line}",
     ),
+    "imagenette/tokens_577": dict(
+        x="minutes",
+        y={"accuracy": "accuracy (3,925 photographs)", "loss": "loss (nats)"},
+        line="{attention}",
+    ),
     "language_model/convert/convert": dict(
         change=lambda rows: [r | {"m": r["m"] or ""} for r in rows if r["window"] <= 16],
         x="m",
