@@ -1,5 +1,6 @@
 """The assertions of performer.testing on attention: right functions pass, faults are named."""
 
+import contextlib
 from functools import partial
 
 import jax
@@ -32,12 +33,13 @@ def test_right_functions_pass(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_interpreted_kernels_pass(platform, monkeypatch):
-    """Sizes and dtypes that they do not serve are computed without them, with a warning."""
+    """What they do not serve, float16 on a TPU, is computed without them, with a warning."""
     monkeypatch.setattr(which, "INTERPRET", platform)
     fn = partial(performer_attention, implementation="pallas")
     skip = "causal norms", "scan", "vmap"  # batches of kernels are not interpreted
     which.warn.cache_clear()
-    with pytest.warns(UserWarning, match="implementation='pallas' does not support"):
+    warned = pytest.warns(UserWarning, match="implementation='pallas' does not support")
+    with warned if platform == "tpu" else contextlib.nullcontext():
         testing.assert_attention_matches(fn, skip=skip)
 
 
