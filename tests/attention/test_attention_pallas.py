@@ -129,25 +129,29 @@ def test_gradients(is_causal, dtype, two_blocks):
     ),
 )
 def test_gradients_on_a_gpu(is_causal, spans, dtype, monkeypatch):
-    """Gradients of tokens, in programs for all of them or for spans; sizes that are no block's.
+    """Gradients of all that may have one, in programs for all tokens or for spans.
 
-    Two query heads share a key head; keys may be absent.
+    Sizes are no block's; two query heads share a key head; keys may be absent.
     """
     monkeypatch.setattr(which, "INTERPRET", "cuda")
     monkeypatch.setattr(gpu, "PROGRAMS", 4 * spans)
     monkeypatch.setattr(gpu, "STEPS", 1)
     t, s = (150, 150) if is_causal else (140, 150)
     *tokens, frequencies = inputs(t, s, n=2, k=1, m=12, v=8, h=12, dtype=dtype)
-    lengths = jnp.array([s, 77])
-    fitted = calibration.calibrate(*tokens[:2], method="shift+scale")
-    gradient = jnp.asarray(np.random.default_rng(3).standard_normal((2, t, 2, 8)), dtype)
+    lengths, rng = jnp.array([s, 77]), np.random.default_rng(3)
+    fitted = calibration.calibrate(*tokens[:2], method="shift+scale+proposal")
+    weights = jnp.asarray(rng.random((1, 12)), jnp.float32)
+    log_weights = jnp.asarray(rng.standard_normal((2, s)), jnp.float32)
+    gradient = jnp.asarray(rng.standard_normal((2, t, 2, 8)), dtype)
 
-    def function(*tokens, **options):
-        options |= dict(calibration=fitted, key_value_seq_lengths=lengths, is_causal=is_causal)
-        return performer_attention(*tokens, frequencies, **options)
+    def function(query, key, value, frequencies, fitted, weights, log_weights, **options):
+        options |= dict(key_value_seq_lengths=lengths, is_causal=is_causal, weights=weights)
+        options |= dict(calibration=fitted, key_log_weights=log_weights)
+        return performer_attention(query, key, value, frequencies, **options)
 
-    got = gradients(partial(function, implementation=PALLAS), *tokens, gradient=gradient)
-    want = gradients(function, *tokens, gradient=gradient)
+    args = *tokens, frequencies, fitted, weights, log_weights
+    got = gradients(partial(function, implementation=PALLAS), *args, gradient=gradient)
+    want = gradients(function, *args, gradient=gradient)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert distance(x, y) < TOLERANCE[dtype]
 

@@ -159,12 +159,25 @@ def look_up(x: Operands, state: State, output, queries: Span) -> None:
     queries.each(step)
 
 
+def no_weights(*refs) -> Any:
+    """Sums for the gradients of frequencies and weights of features, None where not requested."""
+    return jax.tree.map(lambda ref: jnp.zeros(ref.shape, f32), refs)
+
+
+def add_weights(sums, tokens: Array, of_exponents: Float[Array, "s m"]) -> Any:
+    """Add the gradients of frequencies and of weights of features from these tokens."""
+    w, *bias = sums
+    if w is not None:
+        w += dot(of_exponents.T.astype(tokens.dtype), tokens)
+    return w, *(y if y is None else y + jnp.sum(of_exponents, axis=0) for y in bias)
+
+
 def from_queries(x: Operands, state: State, gradient, grads: Operands, queries: Span):
     """Write the gradients of all queries of the program; return ds and dz."""
     c, s, z = state
 
     def step(i, sums):
-        ds, dz = sums
+        (ds, dz), weights = sums
         query, g = queries.read(x.query, i), queries.read(gradient, i)
         exponents = dot(query, x.w_query[...].T) + c[None]  # x (t, m)
         p = jnp.exp(exponents - finite(jnp.max(exponents, axis=1))[:, None])
@@ -174,16 +187,21 @@ def from_queries(x: Operands, state: State, gradient, grads: Operands, queries: 
         a = jnp.sum(p * u, axis=1)  # (t,)
         dx = p * (u - s[None] * a[:, None])
         queries.write(grads.query, i, dot(dx.astype(query.dtype), x.w_query[...]))
+        weights = add_weights(weights, query, dx)
         # Past the last query g and a are 0.
-        return ds - jnp.sum(p * a[:, None], axis=0), dz + dot(p.T.astype(g.dtype), g)
+        ds -= jnp.sum(p * a[:, None], axis=0)
+        return (ds, dz + dot(p.T.astype(g.dtype), g)), weights
 
-    return queries.each(step, (jnp.zeros_like(s), jnp.zeros_like(z)))
+    zeros = (jnp.zeros_like(s), jnp.zeros_like(z)), no_weights(grads.w_query)
+    sums, weights = queries.each(step, zeros)
+    put((grads.w_query,), weights)
+    return sums
 
 
 def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Span, scale: float) -> None:
     """Write the gradients of all keys and values of the program."""
 
-    def step(i, _):
+    def step(i, weights):
         key, value = keys.read(x.key, i), keys.read(x.value, i)
         # (s, m), not (m, s) as in `key_exponents`: dl below is the left operand of products.
         exponents = dot(key, x.w_key[...].T)
@@ -194,16 +212,18 @@ def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Span, scale: float)
         dl = f * (fine(value, dz.T) + ds[None])
         write_key(x, i, key, dl, grads, keys, scale)
         keys.write(grads.value, i, dot(f.astype(value.dtype), dz.astype(value.dtype)))
-        return _
+        return add_weights(weights, key, dl)
 
-    keys.each(step)
+    of_weights = grads.w_key, grads.feature_bias
+    put(of_weights, keys.each(step, no_weights(*of_weights)))
 
 
 def write_key(x: Operands, i, key, dl: Float[Array, "s m"], grads, keys: Span, scale) -> None:
-    """Write the gradient of keys, from the gradient of their exponents."""
-    dk = dot(dl.astype(key.dtype), x.w_key[...])
-    dk -= scale * key.astype(f32) * jnp.sum(dl, axis=1)[:, None]
-    keys.write(grads.key, i, dk)
+    """Write the gradients of keys and of their log-weights, from those of their exponents."""
+    dk, total = dot(dl.astype(key.dtype), x.w_key[...]), jnp.sum(dl, axis=1)
+    keys.write(grads.key, i, dk - scale * key.astype(f32) * total[:, None])
+    if grads.log_weights is not None:
+        keys.write(grads.log_weights, i, total)
 
 
 class Chunk(NamedTuple):
@@ -301,7 +321,7 @@ def _causal_queries_backward(
     first = no_keys(x) if before is None else get(before)
 
     def step(i, carry):
-        state, ds, dz = carry
+        state, (ds, dz), weights = carry
         c, s, z = state
         maxima[i] = c
         y, g = chunk(x, i, tokens, scale), tokens.read(gradient, i)
@@ -316,15 +336,17 @@ def _causal_queries_backward(
         D = (y.near * share[:, None] * (r - a[:, None])).astype(dtype)
         dy = p * (u - s[None] * a[:, None]) + y.B.astype(f32) * dot(D, y.A.T)
         tokens.write(grads.query, i, dot(dy.astype(dtype), x.w_query[...]))
+        weights = add_weights(weights, y.query, dy)
         L = jnp.where(d == 0, jnp.inf, largest + jnp.log(d))
         for ref, value in zip(logs, (L, a), strict=True):
             tokens.write(ref, i, value)
         p = p * jnp.exp(first.maximum - finite(c))[None]  # relative to c before the span
         ds, dz = ds - jnp.sum(p * a[:, None], axis=0), dz + dot(p.T.astype(dtype), g)
-        return fold(state, y.exponents, y.value), ds, dz
+        return fold(state, y.exponents, y.value), (ds, dz), weights
 
     zeros = jnp.zeros_like(first.normaliser), jnp.zeros_like(first.numerator)
-    put(sums, tokens.each(step, (first, *zeros))[1:])
+    _, *totals = tokens.each(step, (first, zeros, no_weights(grads.w_query)))
+    put((sums, (grads.w_query,)), totals)
 
 
 def _causal_keys_backward(x, maxima, logs, gradient, sums, grads, *, scale, lengths, block, span):
@@ -332,7 +354,7 @@ def _causal_keys_backward(x, maxima, logs, gradient, sums, grads, *, scale, leng
     last = tokens.steps - 1
 
     def step(i, sums):
-        i, (ds, dz) = last - i, sums
+        i, ((ds, dz), weights) = last - i, sums
         c, y, g = maxima[i], chunk(x, i, tokens, scale), tokens.read(gradient, i)
         # Past the last token L and a read 0: `real` drops what they would weigh.
         (L, a), real, dtype = (tokens.read(ref, i) for ref in logs), tokens.real(i), g.dtype
@@ -342,14 +364,16 @@ def _causal_keys_backward(x, maxima, logs, gradient, sums, grads, *, scale, leng
         f = jnp.exp(y.exponents - after[:, None])
         dl = f * (fine(y.value, dz.T).T + ds[:, None]) + y.A.astype(f32) * dot(y.B.T, D)
         write_key(x, i, y.key, dl.T, grads, tokens, scale)
+        weights = add_weights(weights, y.key, dl.T)
         dv = dot(f.T.astype(dtype), dz.astype(dtype))
         tokens.write(grads.value, i, dv + dot((y.weights * share).astype(dtype).T, g))
         p = jnp.where(real[:, None], jnp.exp(y.y + c[None] - L[:, None]), 0.0)
         earlier = jnp.exp(c - after)  # z after the chunk is z before it times this, plus its keys
         ds = ds * earlier - jnp.sum(p * a[:, None], axis=0)
-        return ds, dz * earlier[:, None] + dot(p.T.astype(dtype), g)
+        return (ds, dz * earlier[:, None] + dot(p.T.astype(dtype), g)), weights
 
-    tokens.each(step, get(sums))
+    of_weights = grads.w_key, grads.feature_bias
+    put(of_weights, tokens.each(step, (get(sums), no_weights(*of_weights)))[1])
 
 
 SCHEDULE = {
@@ -378,7 +402,7 @@ def get(refs):
 
 def put(refs, values) -> None:
     """Write all references."""
-    for ref, value in zip(refs, values, strict=True):
+    for ref, value in zip(jax.tree.leaves(refs), jax.tree.leaves(values), strict=True):
         ref[...] = value
 
 
@@ -489,49 +513,81 @@ def forward(x: Arguments, settings: Kernel, residuals: bool):
 
 
 def backward(x: Arguments, state: Any, gradient: Array, settings: Kernel, wanted) -> Arguments:
-    """Gradients of queries, keys and values; others are 0, and not `wanted`."""
-    del wanted
+    """Gradients of the arguments; 0 if not wanted."""
     y, pull = jax.vjp(partial(operands_of, scale=settings.scale), x)
     (b, t, n, _), s, k = y.query.shape, *y.key.shape[1:3]
     m, width = y.w_key.shape[1], y.value.shape[3]
     run, (count, span) = partial(call, settings=settings, lengths=(t, s)), spans(max(t, s), b * n)
-
-    def grads(heads):
-        """Of queries, and of keys and values for so many heads."""
-        shapes = y.query.shape, *((b, s, heads, z.shape[3]) for z in (y.key, y.value))
-        return operands(Operands(*(Out(shape, y.query.dtype) for shape in shapes)))
+    requested = partial(gradients, y, wanted)
 
     def sums(count):
         return pieces([Out((b, n, count, *shape), f32) for shape in ((m,), (m, width))], "states")
 
-    g, of_queries = Piece(gradient, "tokens"), query_operands(grads(n))
+    g = Piece(gradient, "tokens")
     if settings.is_causal:
         chunks = span // SCHEDULE[_causal_queries_backward][0]
         logs = pieces((Out((b, n, t), f32),) * 2, "scalars")
         maxima = Piece(Out((b, n, count, chunks, m), f32), "states")
         ins = operands(y), pieces(state, "states"), g
-        outs = of_queries, logs, maxima, sums(count)
+        outs = query_operands(requested(n, count)), logs, maxima, sums(count)
         got, logs, maxima, by_span = run(_causal_queries_backward, ins=ins, outs=outs, span=span)
         ins = operands(y), Piece(maxima, "states"), pieces(logs, "scalars"), g
         if state is not None:
             state = State(*(jnp.repeat(z, n // k, axis=1) for z in state))
         ins = *ins, pieces(after(state, *by_span), "states")
-        outs = (grads(n)._replace(query=None),)
+        outs = (key_operands(requested(n, count)),)
         (others,) = run(_causal_keys_backward, ins=ins, outs=outs, span=span)
     elif count == 1:
-        (got,) = run(_backward, ins=(operands(y), g), outs=(grads(n),))
+        (got,) = run(_backward, ins=(operands(y), g), outs=(requested(n, 1),))
         others = got
     else:
-        (parts, span_t), (_, span_s) = spans(t, b * n), spans(s, b * k)
+        (parts, span_t), (key_parts, span_s) = spans(t, b * n), spans(s, b * k)
         ins = operands(query_operands(y)), pieces(state, "state"), g
-        got, by_span = run(_queries_backward, ins=ins, outs=(of_queries, sums(parts)), span=span_t)
+        outs = query_operands(requested(n, parts)), sums(parts)
+        got, by_span = run(_queries_backward, ins=ins, outs=outs, span=span_t)
         by_head = [by_group(jnp.sum(z, axis=2), 1, k) for z in by_span]
-        ins = operands(y._replace(query=None, w_query=None)), Piece(state.maximum, "state")
-        ins, outs = (*ins, pieces(by_head, "state")), (grads(k)._replace(query=None),)
+        ins = operands(key_operands(y)), Piece(state.maximum, "state")
+        ins, outs = (*ins, pieces(by_head, "state")), (key_operands(requested(k, key_parts)),)
         (others,) = run(_keys_backward, ins=ins, outs=outs, span=span_s)
-    zeros = jax.tree.map(jnp.zeros_like, y)
-    key, value = (by_group(z, 2, k) for z in (others.key, others.value))
-    return pull(zeros._replace(query=got.query, key=key, value=value))[0]
+    return pull(summed(others._replace(query=got.query, w_query=got.w_query), y))[0]
+
+
+def gradients(x: Operands, wanted, heads: int, count: int) -> Operands:
+    """Gradients that programs write, None if not wanted; float32 for frequencies and weights.
+
+    Each of so many heads has its own, and of frequencies and weights of features each of so many
+    spans.
+    """
+    (b, s, _, h), width, m, dtype = x.key.shape, x.value.shape[3], x.w_key.shape[1], x.query.dtype
+    tokens, states = partial(Piece, kind="tokens"), partial(Piece, kind="states")
+    every = Operands(
+        query=tokens(Out(x.query.shape, dtype)),
+        key=tokens(Out((b, s, heads, h), dtype)),
+        value=tokens(Out((b, s, heads, width), dtype)),
+        w_query=states(Out((b, heads, count, m, h), f32)),
+        w_key=states(Out((b, heads, count, m, h), f32)),
+        feature_bias=states(Out((b, heads, count, m), f32)),
+        log_weights=Piece(Out((b, heads, s), f32), "scalars"),
+    )
+    absent = (name for name in every._fields if not getattr(wanted, name, True))
+    return every._replace(**dict.fromkeys(absent))
+
+
+def summed(grads: Operands, x: Operands) -> Operands:
+    """Gradients of the operands: sums over the heads, and spans, that share one; 0 for None."""
+
+    def of(name: str, heads_axis: int, over: tuple[int, ...] = ()):
+        grad, operand = getattr(grads, name), getattr(x, name)
+        if grad is None or operand is None:
+            return None if operand is None else jnp.zeros_like(operand)
+        grad = by_group(
+            jnp.sum(grad, axis=over) if over else grad, heads_axis, operand.shape[heads_axis]
+        )
+        return grad.astype(operand.dtype)
+
+    tokens = {name: of(name, 2) for name in ("query", "key", "value")}
+    weights = {name: of(name, 0, (0, 2)) for name in ("w_query", "w_key", "feature_bias")}
+    return Operands(**tokens, **weights, log_weights=of("log_weights", 1))
 
 
 def by_group(x: Array, axis: int, heads: int) -> Array:
@@ -545,6 +601,11 @@ def by_group(x: Array, axis: int, heads: int) -> Array:
 def query_operands(x: Operands) -> Operands:
     """The operands of a kernel that has queries alone."""
     return Operands(query=x.query, w_query=x.w_query)
+
+
+def key_operands(x: Operands) -> Operands:
+    """The operands of a kernel that has keys and values alone."""
+    return x._replace(query=None, w_query=None)
 
 
 def operands_of(x: Arguments, scale: float) -> Operands:

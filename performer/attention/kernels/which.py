@@ -356,8 +356,6 @@ def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
         def otherwise(x, rest, gradient):
             return jax.vjp(ordinary, x)[1](gradient)[0]
 
-        if settings.platform == "cuda" and wanted != Wanted():  # its kernels have no others
-            gradients = otherwise
         return (by_platform(gradients, otherwise, x, rest, gradient),)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
