@@ -3,6 +3,7 @@
     python -m experiments.benchmark couplings
     python -m experiments.benchmark attention --quick
     python -m experiments.benchmark attention --lengths=197,1024,4096,16384,65536
+    python -m experiments.benchmark attention --lengths=1024,4096 --names=ours,"window 16"
     python -m experiments.benchmark vit --quick
     python -m experiments.benchmark gpu
 
@@ -87,6 +88,7 @@ def main(
     /,
     quick: bool = False,
     lengths: Sequence[int] = (),
+    names: Sequence[str] = (),
     minutes: float = 9.0,
     patches: Sequence[int] = (16, 8, 4),
     out: Path = Path("results/benchmark"),
@@ -97,6 +99,7 @@ def main(
         what: part to measure.
         quick: attention and vit at a part of the length, as a trial run.
         lengths: numbers of tokens for attention, instead of its tables.
+        names: with --lengths, implementations, such as "ours" and "window 16"; else the device's.
         minutes: with gpu or --lengths, time after which nothing is begun; the same command goes on.
         patches: pixels of a patch of the ViT; 224 / patch squared plus one are its tokens.
     """
@@ -108,7 +111,7 @@ def main(
         harness.show(samplers(), out / "samplers")
         harness.show(products(), out / "products")
     elif what == "attention" and lengths:
-        by_length.measure(lengths, out, time.monotonic() + 60 * minutes)
+        by_length.measure(lengths, out, time.monotonic() + 60 * minutes, names)
     elif what == "gpu":
         hour.measure(out, minutes, quick)
     elif what == "attention":

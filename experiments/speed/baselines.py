@@ -104,11 +104,10 @@ IMPLEMENTATIONS = {
     "cuDNN, causal": partial(exact, implementation="cudnn", is_causal=True),
     "kernel": partial(performer_attention, implementation="pallas"),
     "kernel, causal": partial(performer_attention, implementation="pallas", is_causal=True),
-    "window 16": partial(performer_attention, exact_window=16),
-    "window 16, causal": partial(performer_attention, exact_window=16, is_causal=True),
-    "window 32": partial(performer_attention, exact_window=32),
-    "window 32, causal": partial(performer_attention, exact_window=32, is_causal=True),
 }
+for _w in (16, 32, 64):
+    IMPLEMENTATIONS[f"window {_w}"] = partial(blocked, exact_window=_w)
+    IMPLEMENTATIONS[f"window {_w}, causal"] = partial(blocked, exact_window=_w, is_causal=True)
 
 
 def inputs(tokens: int, heads: int, batch: int = 1, dtype: Any = jnp.float32) -> list[jax.Array]:

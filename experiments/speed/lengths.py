@@ -22,7 +22,7 @@ import numpy as np
 
 from experiments.common import harness, statistics, timing
 from experiments.speed.attention import BOTH, FORWARD, feasible, program
-from experiments.speed.baselines import D, inputs
+from experiments.speed.baselines import IMPLEMENTATIONS, D, inputs
 
 NAMES = {
     "cpu": ("ours", "exact"),
@@ -123,7 +123,13 @@ def measure(lengths: Sequence[int], out: Path, deadline: float, names: Sequence[
 
     Returns:
         The table of speed-ups.
+
+    Raises:
+        ValueError: for a name that is not in `IMPLEMENTATIONS`.
     """
+    if unknown := {*names} - {*IMPLEMENTATIONS}:
+        known = [name for name in IMPLEMENTATIONS if "causal" not in name]
+        raise ValueError(f"--names: {sorted(unknown)} are not among {known}")
     platform = jax.default_backend()
     path = out / f"lengths_{platform}"
     dtype, heads, queued = (jnp.float32, 1, 1) if platform == "cpu" else (jnp.bfloat16, 12, 20)

@@ -5,10 +5,10 @@ correction of a low-rank estimate (Chen et al. 2021), but of the kernel. The est
 kernel here, not up to a factor of the row: the maps include the query's half norm, 1 / m, and the
 determinant of a calibration (`Estimate.absolute`).
 
-Near keys: a sequence is cut into chunks of `exact_window` tokens. A query attends to the keys of
-its own and the previous chunk (and the next, if not causal) by e^{q.k} itself. Far keys enter
-through states, up to two chunks before and from two chunks after (`sweep`). The first keys, which
-attract much attention in trained models (Xiao et al. 2024), may also be exact for every query.
+Near keys: a sequence is cut into windows of `exact_window` tokens. A query attends to the keys of
+its own and the previous window (and the next, if not causal) by e^{q.k} itself, and to far keys by
+their features (`sweep`). The first keys, which attract much attention in trained models (Xiao et
+al. 2024), may also be exact for every query.
 
 Heavy keys are those with the largest weights, the sums of columns of the attention matrix. The
 estimate of a weight needs no matrix: with features a of queries and b of keys,
@@ -149,13 +149,13 @@ def stream(
 ) -> tuple[State, WindowState]:
     """Rows (b, t, k, g) after earlier keys, and the state after all; causal.
 
-    The keys of a call stand in a buffer of chunks of w tokens:
+    The keys of a call stand in a buffer of windows of w tokens:
 
-        | chunk before | own chunk: filled, then new | new ... | new, not yet full | padding |
-        0              w          w + filled        2 w                             ^ w + filled + t
+        | window before | own window: filled, then new | new ... | new, not full | padding |
+        0               w          w + filled          2 w                       ^ w + filled + t
 
-    `done` tokens of it have left the last two chunks: they enter the state. The last two chunks are
-    `near` of the next call.
+    `done` tokens of it have left the last two windows: they enter the state. The last two windows
+    are `near` of the next call.
     """
     state = _empty(counted(keys), nothing, exact) if state is None else state
     keys, w, f, t = counted(keys), exact.window, exact.first, query.shape[1]
@@ -164,17 +164,17 @@ def stream(
         return State(jnp.zeros(shape[:-1]), jnp.zeros(shape[:-1]), jnp.zeros(shape)), state
     start = state.position[:, None].astype(jnp.arange(0).dtype)  # (b, 1), int64 under x64
     position = start + jnp.arange(t)[None]  # (b, t)
-    filled, chunks = start % w, -(-(w - 1 + t) // w)  # the most chunks that t tokens touch
-    buffer = _buffer(state.near, _without_first(keys, position, f), filled, (chunks + 2) * w)
-    done = (filled + t) // w * w  # tokens of the chunks that this call completes
-    entering = _where(jnp.arange((chunks + 2) * w)[None] < done, buffer)
+    filled, windows = start % w, -(-(w - 1 + t) // w)  # the most windows that t tokens touch
+    buffer = _buffer(state.near, _without_first(keys, position, f), filled, (windows + 2) * w)
+    done = (filled + t) // w * w  # tokens of the windows that this call completes
+    entering = _where(jnp.arange((windows + 2) * w)[None] < done, buffer)
     if t == 1:
-        new_chunk = jnp.any(done > 0)
+        new_window = jnp.any(done > 0)
         rows, far = _one_token(
-            maps, query, (buffer, entering), w, scale, plan, state.far, new_chunk
+            maps, query, (buffer, entering), w, scale, plan, state.far, new_window
         )
     else:
-        length = (chunks + 1) * w
+        length = (windows + 1) * w
         # Position in the buffer -> query of this call; rows in the padding are not read.
         index = jnp.clip(jnp.arange(length)[None] - w - filled, 0, t - 1)
         near = Near(_cut(buffer, 0, length), w, scale)
@@ -205,22 +205,22 @@ def _one_token(
     scale: float,
     plan: Plan,
     far: State,
-    new_chunk: Bool[Array, ""],
+    new_window: Bool[Array, ""],
 ) -> tuple[State, State]:
     """The rows of one token, and the state of the far keys after it.
 
-    The state fades over a full chunk even if none of its keys exists.
+    The state fades over a full window even if none of its keys exists.
     """
     near, entering = _cut(buffers[0], 0, 2 * w), _cut(buffers[1], 0, w)
 
-    def with_chunk(far):
+    def with_window(far):
         far = decay.faded(far, decay.total(entering))
         return summarise(maps[1], decay.decayed(entering), far, plan.block)
 
     faded = decay.faded(far, decay.total(near))
     rows = look_up(maps[0], query, faded, far.normaliser.dtype)
     rows = combine(rows, exact_rows(query, Selected(decay.decayed(near)), scale))
-    return rows, jax.lax.cond(new_chunk, with_chunk, lambda far: far, far)
+    return rows, jax.lax.cond(new_window, with_window, lambda far: far, far)
 
 
 def _first_of_stream(

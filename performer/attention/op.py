@@ -152,10 +152,10 @@ def performer_attention(
         robust   like blocked, but accurate for queries and keys of any norm
         pallas   kernels for TPU and NVIDIA GPUs; features never leave the chip
 
-    Causal and packed rows of `direct` and `blocked` are wrong, without a warning, for long queries
-    and keys: from norms of about 10, after the factor sqrt(scale), if all keys that a query sees
-    are opposite to it, from 35 if they are orthogonal. To detect this, compare with `robust`: only
-    there the results differ by more than rounding.
+    Causal and packed rows, and rows with an exact window, of `direct` and `blocked` are wrong,
+    without a warning, for long queries and keys: from norms of about 10, after the factor
+    sqrt(scale), if all keys that a query sees are opposite to it, from 35 if they are orthogonal.
+    To detect this, compare with `robust`: only there the results differ by more than rounding.
 
     `pallas` runs forward and backward; measured on an H200 in bfloat16, compiled but not yet run on
     a TPU. It supports positive features with the exact stabilizer, masks, lengths, log-weights,
@@ -223,9 +223,9 @@ def performer_attention(
             states of m (v + 2) numbers for each batch entry and head, whatever the length. Cannot
             be combined with exact pairs, decay or segments.
         exact_window: w > 0 computes near keys by e^{q.k} itself, in one normaliser with the
-            estimate of the others. Tokens form chunks of w; keys of the same and the previous chunk
-            are near, and keys of the next if not causal. Packed sequences are cut into chunks one
-            after another, in the order of their numbers, so their near keys depend on the lengths
+            estimate of the others. Tokens form windows of w; keys of the same and the previous
+            window are near, and keys of the next if not causal. Packed sequences are cut one after
+            another, in the order of their numbers, so their near keys depend on the lengths
             before them unless w divides these. Masked tokens count as positions: put padding at the
             end. Requires t = s, a map that estimates softmax, and `weights` of the kernel itself
             (1 / m if None).
@@ -389,7 +389,7 @@ def explain(
 def _on_platform(arrays, exact: Exact, plan: Plan, direct: bool):
     """Attention in the chunks and blocks of this machine; if exported, of the one that runs it."""
     (query, key, _), estimate, pairs, _ = arrays
-    sweeping = pairs.is_causal or pairs.segments is not None
+    sweeping = pairs.is_causal or pairs.segments is not None or exact.window > 0
     batch_and_heads = key.shape[0] * key.shape[2]
 
     def on(platform):

@@ -76,7 +76,7 @@ class WindowState(NamedTuple):
     far: State
     """State of the keys before `near`."""
     near: Keys
-    """(b, 2 w, k, .): the chunk before the next token's, then its own, not yet full."""
+    """(b, 2 w, k, .): the window before the next token's, then its own, not yet full."""
     first: Keys
     """(b, f, k, .): the first keys."""
     position: Int[Array, "*b"]

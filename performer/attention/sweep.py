@@ -1,9 +1,15 @@
 """Attention over a sequence in chunks: causal, in packed segments, with decay, with a window.
 
 Keys outside a chunk enter through states (the monoid `state.combine`): those before it and, if
-attention is not causal, those after it. Keys within it enter pair by pair (`Within`): by their
-features, or, with a window, keys of the chunk and its neighbours by e^{q.k} itself. States then
-come from two chunks away. All are blocks of one online softmax.
+attention is not causal, those after it. Keys within it enter pair by pair, by their features. All
+are blocks of one online softmax.
+
+With a window of w tokens, keys at most one window away enter by e^{q.k} itself. A chunk is several
+windows, as many as the device computes best. Its states keep a distance of w tokens, and its pairs
+are those with the keys from w tokens before it to w after it: near ones by e^{q.k}, the others by
+their features.
+
+    states | w | chunk of s tokens, s a multiple of w | w, if not causal | states
 
 Blocks of chunks follow one another; the chunks of a block are computed side by side. States of the
 keys before a block are carried along. States of the keys after it come from an earlier pass over
@@ -38,7 +44,7 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.core import min_dim
+from jax.core import max_dim, min_dim
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
@@ -51,14 +57,13 @@ from performer.attention.state import (
     combine,
     extended,
     flat,
-    in_blocks,
     pad,
     state_of,
 )
 from performer.attention.values import Plan
 from performer.features import Split
 from performer.numerics import dot, exponentials, finite, operand_dtype, weighted
-from performer.typing import float32_or_wider
+from performer.typing import Size, float32_or_wider
 
 TINY = 1e-32
 """Added to a kernel of non-negative features: 1 / TINY times a gradient still fits float32."""
@@ -70,17 +75,15 @@ LAST = -1e38
 """Maximum of rows that count for nothing next to any other."""
 NEGLIGIBLE = 17.0
 """e^-NEGLIGIBLE is below the resolution of float32 at 1."""
-KEPT = 4
-"""Chunks of w tokens keep their states for the second pass up to m = KEPT w features."""
 
 
 class Near(NamedTuple):
-    """Exact keys of the queries of their chunk and of its neighbours."""
+    """Keys that are exact for the queries near them."""
 
     keys: Keys
     """(b, t, k, .), with log-weights."""
     window: int
-    """Tokens of a chunk."""
+    """Tokens of a window. A query attends to the keys of its own window and its neighbours."""
     scale: float
 
 
@@ -90,21 +93,26 @@ class Chunks(NamedTuple):
     query: Array
     """(k, b, c, g s, h)."""
     keys: Keys
-    """(k, b, c, s, .): keys of the states."""
+    """(k, b, c s, .): keys that enter by their features, from w before the block to w before its
+    end; not causal: to w after it, (k, b, c s + 2 w, .)."""
     segments: Array | None
-    """(b, c, s)."""
+    """(b, .), from w before the block to its end, or w after it if not causal."""
     near: Keys | None
-    """(k, b, c, 2 s or 3 s, .): exact keys of the chunk before, its own, and the one after."""
-    near_segments: Array | None
-    """(b, c, 2 s or 3 s)."""
+    """(k, b, ., .), of the same tokens: exact keys."""
 
 
 class KeyFeatures(NamedTuple):
-    """Features (k, b, c, s, m) of the keys of a block, their values and log-decays."""
+    """Features (k, b, *c, s, m) of keys, with their log-weights; values and log-decays."""
 
     split: Split
     value: Array
     log_decay: Array | None
+
+    def by_token(self, change: Callable[[Array, int], Array]) -> "KeyFeatures":
+        """Change all arrays along the axis of their tokens."""
+        split = jax.tree.map(lambda x: change(x, -2), self.split)
+        log_decay = jax.tree.map(lambda x: change(x, -1), self.log_decay)
+        return KeyFeatures(split, change(self.value, -2), log_decay)
 
 
 class ChunkStates(NamedTuple):
@@ -118,17 +126,15 @@ class ChunkStates(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """States that enter the chunks of a block from one side."""
+    """State that enters the chunks of a block from one side."""
 
-    far: State
+    state: State
     segment: Array | None
     """(b,): segment of the keys."""
-    waiting: ChunkStates | None
-    """With a window, the neighbouring chunk, which enters one chunk later."""
 
 
 class WithinChunk(NamedTuple):
-    """Pairs of a query and a key within a chunk, (c, g s, s) or with neighbours (c, g s, 2-3 s)."""
+    """Pairs of a query and a key of a chunk, (c, g s, keys)."""
 
     allowed: Bool[Array, "#b #c t s"] | None
     """None for all."""
@@ -141,8 +147,44 @@ class WithinChunk(NamedTuple):
         return logits if self.allowed is None else jnp.where(self.allowed, logits, -jnp.inf)
 
 
-Within = Callable[[State, Chunks, Split, KeyFeatures, WithinChunk], State]
-"""(rows with the far keys, block, features of queries and of keys, pairs) -> rows with all keys."""
+class Cut(NamedTuple):
+    """How a block of chunks is cut."""
+
+    chunks: Size
+    """Number of chunks."""
+    tokens: Size
+    """Tokens of a chunk."""
+    window: int
+    """Tokens of a window; 0 for none."""
+
+    def shifted(self, x: Array, axis: int, start: Size) -> Array:
+        """Chunks that begin `start` tokens late: (..., t, ...) -> (..., chunks, tokens, ...)."""
+        x = jax.lax.slice_in_dim(x, start, start + self.chunks * self.tokens, axis=axis)
+        return parts(x, axis, self.chunks, self.tokens)
+
+    def around(self, x: Array, axis: int) -> Array:
+        """Chunks with the tokens after them: (..., t, ...) -> (..., chunks, tokens + ., ...)."""
+        return parts(x, axis, self.chunks, self.tokens)
+
+
+def parts(x: Array, axis: int, count: Size, length: Size) -> Array:
+    """Parts of the tokens, each with the `more` tokens that follow it.
+
+    (..., count length + more, ...) -> (..., count, length + more, ...)
+    """
+    axis %= x.ndim
+    cut = partial(jax.lax.slice_in_dim, axis=axis)
+    own, rest = cut(x, 0, count * length), cut(x, count * length, x.shape[axis])
+    own = own.reshape(*x.shape[:axis], count, length, *x.shape[axis + 1 :])
+    more = rest.shape[axis]
+    if more == 0:
+        return own
+    if not is_symbolic_dim(length) and more >= length:
+        following = parts(cut(x, length, x.shape[axis]), axis, count, length)
+    else:
+        begins = jax.lax.slice_in_dim(cut(own, 1, count), 0, more, axis=axis + 1)
+        following = jnp.concatenate([begins, jnp.expand_dims(rest, axis)], axis=axis)
+    return jnp.concatenate([own, following], axis=axis + 1)
 
 
 def sweep(
@@ -160,100 +202,105 @@ def sweep(
     Args:
         maps: features of queries and of keys; with exact keys, of the kernel itself.
         query: g query heads for each key head.
-        keys: keys of the states, and keys within chunks if `near` is None.
+        keys: keys that enter by their features.
         ends: states (k, b, m) of the keys before and after the sequence; causal: None after it.
         plan: sizes of chunks and blocks.
         segments: numbers of the segments, as runs of equal numbers.
         near: exact keys.
 
     Returns:
-        Rows (b, t, k, g), and the state after all `keys`.
+        Rows (b, t, k, g), and the state after all `keys`; with a window, without those of the last
+        w positions of the last chunk.
     """
-    (b, t, k, g, h), sides = query.shape, 1 if ends[1] is None else 2
-    s = near.window if near else min_dim(plan.chunk, t)
+    (b, t, k, g, h), is_causal = query.shape, ends[1] is None
+    w = near.window if near else 0
+    s = w * _windows(plan.chunk, t, w) if w else min_dim(plan.chunk, t)
     count, length = blocks(t, max(plan.block, s), s)
-    c, more = length // s, count * length - t
+    cut, more = Cut(length // s, s, w), count * length - t
+    after = 0 if is_causal else w  # tokens that a chunk reads beyond its end
 
-    def chunks(x, neighbours=0):  # (b, t, k, ...) -> (count, k, b, c, s (1 + neighbours), ...)
-        # Neighbours are i chunks further on: their keys are padded by a chunk in front.
-        shifted = (x[:, i * s : i * s + count * length] for i in range(1 + neighbours))
-        # (count, b, length, k, ...) -> (count, k, b, length, ...)
-        shifted = [jnp.moveaxis(in_blocks(y, count, length), 3, 1) for y in shifted]
-        apart = [y.reshape(*y.shape[:3], c, s, *y.shape[4:]) for y in shifted]
-        return jnp.concatenate(apart, axis=4)
+    def in_parts(x):  # (b, ., k, ...) -> (count, k, b, ., ...)
+        return jnp.moveaxis(parts(x, 1, count, length), (1, 3), (0, 1))
 
-    queries = jnp.swapaxes(chunks(query), 4, 5)  # (count, k, b, c, g, s, h)
-    queries = queries.reshape(*queries.shape[:4], g * s, h)
-    state_keys = jax.tree.map(chunks, extended(keys, 0, more))
-    near_keys = chunk_segments = near_segments = None
+    queries = in_parts(pad(query, 0, more)).reshape(count, k, b, cut.chunks, s, g, h)
+    queries = jnp.swapaxes(queries, 4, 5).reshape(count, k, b, cut.chunks, g * s, h)
+    far_keys = extended(keys, w, more + after)
+    if is_causal and w:  # the last w tokens are near or not seen
+        far_keys = jax.tree.map(lambda x: x[:, : count * length], far_keys)
+    far_keys, near_keys = jax.tree.map(in_parts, far_keys), None
     if segments is not None:
-        chunk_segments = near_segments = chunks(segments[..., None])[:, 0]
+        segments = jnp.moveaxis(parts(pad(segments, w, more + after), 1, count, length), 1, 0)
     if near:
-        near_keys = extended(near.keys, s, more + s)
-        near_keys = jax.tree.map(partial(chunks, neighbours=sides), near_keys)
-        if segments is not None:
-            near_segments = chunks(pad(segments, s, more + s)[..., None], sides)[:, 0]
-    xs = Chunks(queries, state_keys, chunk_segments, near_keys, near_segments)
-    within = by_logits(near.scale) if near else by_features(maps, plan.robust)
-    start, later, kept = _at_end(ends[0], xs, 0), None, None
+        near_keys = jax.tree.map(in_parts, extended(near.keys, w, more + after))
+    xs = Chunks(queries, far_keys, segments, near_keys)
+    start, later = _at_end(ends[0], xs, 0), None
     if ends[1] is not None:
-        # Without segments and decay queries on both sides see the same state of a chunk.
-        alike = near is not None and segments is None and keys.log_decay is None
-        keep = alike and ends[0].maximum.shape[-1] <= KEPT * s
-        later, kept = _after_blocks(maps[1], xs, _at_end(ends[1], xs, -1), keep)
+        later = _after_blocks(maps[1], cut, xs, _at_end(ends[1], xs, -1))
 
     @partial(jax.checkpoint, prevent_cse=False)  # in a scan there is nothing to share
     def forth(before, xs):
-        return _block(maps, within, g, before, *xs)
+        return _block(maps, cut, near.scale if near else 1.0, plan.robust, g, before, *xs)
 
-    last, rows = jax.lax.scan(forth, start, (xs, later, kept))
+    last, rows = jax.lax.scan(forth, start, (xs, later))
 
     def joined(x):  # (count, k, b, c, g s, ...) -> (b, t, k, g, ...)
-        tail = x.shape[last.far.maximum.ndim + 2 :]
-        x = x.reshape(count, k, b, c, g, s, *tail).transpose(
+        tail = x.shape[last.state.maximum.ndim + 2 :]
+        x = x.reshape(count, k, b, cut.chunks, g, s, *tail).transpose(
             2, 0, 3, 5, 1, 4, *range(6, 6 + len(tail))
         )
         return x.reshape(b, count * length, k, g, *tail)[:, :t]
 
-    after = last.far
-    if last.waiting is not None:
-        waiting = jax.tree.map(lambda x: x[0], last.waiting)
-        after = combine(decay.faded(after, waiting.fading), waiting.state)
-    after = State(*(x.reshape(y.shape) for x, y in zip(after, ends[0], strict=True)))
-    return jax.tree.map(joined, rows), after
+    state = State(*(x.reshape(y.shape) for x, y in zip(last.state, ends[0], strict=True)))
+    return jax.tree.map(joined, rows), state
+
+
+def _windows(chunk: Size, t: Size, w: int) -> Size:
+    """Number of windows of a chunk, so that all chunks are nearly full."""
+    most = max_dim(chunk // w, 1)
+    if is_symbolic_dim(t):
+        return most
+    windows = -(-t // w)
+    return -(-windows // -(-windows // most))
 
 
 def _block(
     maps: tuple[Features, Features],
-    within: Within,
+    cut: Cut,
+    scale: float,
+    robust: bool,
     groups: int,
     before: Incoming,
     x: Chunks,
     later: Incoming | None,
-    kept: ChunkStates | None,
 ) -> tuple[Incoming, State]:
     """Return what enters the next block, and the rows (k, b, c, g s) of the chunks of this one.
 
-    `later` enters from the other end, None if attention is causal. `kept` are the states of the
-    chunks, if the pass over later keys has kept them.
+    `later` enters from the other end, None if attention is causal.
     """
-    key_features, is_causal = _key_features(maps[1], x.keys), later is None
-    log_decay = key_features.log_decay
+    keys = _key_features(maps[1], x.keys)
     # Keys outside the chunks: states (k, b, c, m) from the side before, and from the side after.
-    chunks = _chunk_states(key_features, x.segments, False) if kept is None else kept
-    (state, segment), following = _entering(chunks, before, False)
-    pairs, since, until = _pairs_within(x, log_decay, groups, is_causal)
+    states = _chunk_states(cut, keys, x.segments, False)
+    (state, segment), following = _entering(states, before, False)
+    near, far, since, until = _pairs_within(cut, x, keys.log_decay, groups, later is None)
     if later is None:
         sides = [(state, segment, since)]
-    elif x.segments is None and log_decay is None:  # one state for both sides
-        sides = [(combine(state, _entering(chunks, later, True)[0][0]), None, None)]
     else:
-        other = _chunk_states(key_features, x.segments, True)
-        sides = [(state, segment, since), (*_entering(other, later, True)[0], until)]
+        states = _chunk_states(cut, keys, x.segments, True)
+        other, other_segment = _entering(states, later, True)[0]
+        if x.segments is None and keys.log_decay is None:  # one state for both sides
+            sides = [(combine(state, other), None, None)]
+        else:
+            sides = [(state, segment, since), (other, other_segment, until)]
     query_split = jax.tree.map(flat, maps[0](x.query))  # (k, b, c, g s, m)
-    query_segments = None if x.segments is None else _for_groups(x.segments, groups)
-    far = _far_rows(query_split, sides, query_segments, operand_dtype(key_features.value))
-    return following, within(far, x, query_split, key_features, pairs)
+    query_segments = None
+    if x.segments is not None:
+        query_segments = _for_groups(cut.shifted(x.segments, -1, cut.window), groups)
+    rows = _far_rows(query_split, sides, query_segments, operand_dtype(keys.value))
+    if near is not None:
+        rows = combine(rows, _near_rows(cut, x, near, scale))
+    if far is not None:
+        rows = _with_features(maps, cut, robust, rows, x, query_split, keys, far)
+    return following, rows
 
 
 def _key_features(key_map: Features, keys: Keys) -> KeyFeatures:
@@ -265,39 +312,39 @@ def _key_features(key_map: Features, keys: Keys) -> KeyFeatures:
 
 
 def _at_end(end: State, xs: Chunks, side: int) -> Incoming:
-    """States that enter at one end of the sequence, where no chunk is waiting."""
-    end, waiting = jax.tree.map(flat, end), None
-    segment = None if xs.segments is None else xs.segments[side, :, side, side]
-    if xs.near is not None:
-        fading = jax.tree.map(lambda x: jnp.zeros_like(flat(x[0])[..., 0, 0]), xs.keys.log_decay)
-        nothing = State(end.maximum - jnp.inf, *map(jnp.zeros_like, end[1:]))
-        waiting = jax.tree.map(lambda x: x[None], ChunkStates(nothing, segment, fading))
-    return Incoming(end, segment, waiting)
+    """What enters at one end of the sequence."""
+    segment = None if xs.segments is None else xs.segments[side, :, side]
+    return Incoming(jax.tree.map(flat, end), segment)
 
 
-def _after_blocks(
-    key_map: Features, xs: Chunks, end: Incoming, keep: bool
-) -> tuple[Incoming, ChunkStates | None]:
-    """States of the keys after each block; to `keep`, those of its chunks."""
+def _after_blocks(key_map: Features, cut: Cut, xs: Chunks, end: Incoming) -> Incoming:
+    """States of the keys after each block."""
+    whole = cut._replace(chunks=1, tokens=cut.chunks * cut.tokens)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def back(later, x):
         keys, segments = x
-        chunks = _chunk_states(_key_features(key_map, keys), segments, True)
-        return _entering(chunks, later, True)[1], (later, chunks if keep else None)
+        states = _chunk_states(whole, _key_features(key_map, keys), segments, True)
+        return _entering(states, later, True)[1], later
 
-    _, states = jax.lax.scan(back, end, (xs.keys, xs.segments), reverse=True)
-    return states
+    return jax.lax.scan(back, end, (xs.keys, xs.segments), reverse=True)[1]
 
 
-def _chunk_states(keys: KeyFeatures, segments: Array | None, for_earlier: bool) -> ChunkStates:
-    """States of the keys of each chunk for the queries after it, or for earlier ones."""
-    split, value, log_decay = keys
+def _chunk_states(
+    cut: Cut, keys: KeyFeatures, segments: Array | None, for_earlier: bool
+) -> ChunkStates:
+    """States of the keys of each chunk for the queries after it, or for earlier ones.
+
+    These chunks are w tokens earlier, or later, than the chunks of the queries.
+    """
+    start = 2 * cut.window if for_earlier else 0
+    split, value, log_decay = keys.by_token(partial(cut.shifted, start=start))
     fading = segment = None
     if log_decay is not None:
         since, until, fading = decay.sums(log_decay)
         split = weighted(split, since if for_earlier else until)
     if segments is not None:
+        segments = cut.shifted(segments, -1, start)
         segment = segments[..., 0 if for_earlier else -1]  # (b, c)
         split = weighted(split, jnp.where(segments == segment[..., None], 0.0, -jnp.inf))
         segment = segment.T
@@ -310,12 +357,6 @@ def _chunk_states(keys: KeyFeatures, segments: Array | None, for_earlier: bool) 
 
 def _entering(chunks: ChunkStates, incoming: Incoming, backwards: bool):
     """States (k, b, c, m) and segments (b, c) that enter each chunk; what enters the next block."""
-    far, segment, waiting = incoming
-    if waiting is not None:  # states are a chunk late
-        in_order = (chunks, waiting) if backwards else (waiting, chunks)
-        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *in_order)
-        chunks = jax.tree.map(lambda x: x[1:] if backwards else x[:-1], joined)
-        waiting = jax.tree.map(lambda x: x[:1] if backwards else x[-1:], joined)
 
     def step(carry, chunk: ChunkStates):
         state, segment = carry
@@ -323,15 +364,12 @@ def _entering(chunks: ChunkStates, incoming: Incoming, backwards: bool):
         if segment is not None:  # a state ends with its segment
             continues = (segment == chunk.segment)[..., None]
             faded = faded._replace(maximum=jnp.where(continues, faded.maximum, -jnp.inf))
-        return (combine(faded, chunk.state), chunk.segment), carry
+        return Incoming(combine(faded, chunk.state), chunk.segment), carry
 
-    c, axis = chunks.state.maximum.shape[0], chunks.state.maximum.ndim - 2
-    # A chunk of a window is little work for an iteration.
-    unroll = 1 if waiting is None or is_symbolic_dim(c) else 8
-    last, entered = jax.lax.scan(step, (far, segment), chunks, reverse=backwards, unroll=unroll)
-    states, segments = entered
+    last, (states, segments) = jax.lax.scan(step, incoming, chunks, reverse=backwards)
+    axis = chunks.state.maximum.ndim - 2
     states = jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), states)  # (k, b, c, m)
-    return (states, None if segments is None else segments.T), Incoming(*last, waiting)
+    return (states, None if segments is None else segments.T), last
 
 
 def _far_rows(split: Split, sides, segments: Array | None, dtype: jnp.dtype) -> State:
@@ -366,25 +404,39 @@ def _far_rows(split: Split, sides, segments: Array | None, dtype: jnp.dtype) -> 
 
 
 def _pairs_within(
-    x: Chunks, log_decay: Array | None, groups: int, is_causal: bool
-) -> tuple[WithinChunk, Array | None, Array | None]:
-    """Pairs within a chunk; log-decays of queries since the keys before it, until those after."""
-    s, start = x.keys.key.shape[-2], 0
-    if x.near is not None:  # the chunk before comes first
-        start, log_decay = s, jax.tree.map(flat, x.near.log_decay)
-    allowed = between = since = until = None
+    cut: Cut, x: Chunks, log_decay: Array | None, groups: int, is_causal: bool
+) -> tuple[WithinChunk | None, WithinChunk | None, Array | None, Array | None]:
+    """Near pairs and other pairs of a chunk, None if there are none.
+
+    With log-decays of queries since the keys before it, and until the keys after it.
+    """
+    w, s, after = cut.window, cut.tokens, 0 if is_causal else cut.window
+    keys = w + s + after  # of a chunk, from w before it
+    allowed = near = between = since = until = None
+    if x.near is not None:
+        log_decay = jax.tree.map(flat, x.near.log_decay)
     if log_decay is not None:
-        between = _for_groups(decay.between(log_decay)[..., start : start + s, :], groups, -2)
-        since = _for_groups(decay.sums(log_decay[..., : start + s]).since[..., start:], groups)
-        until = _for_groups(decay.sums(log_decay[..., start:]).until[..., :s], groups)
+        log_decay = cut.around(log_decay, -1)
+        between = _for_groups(decay.between(log_decay)[..., w : w + s, :], groups, -2)
+        since = _for_groups(decay.sums(log_decay[..., : w + s]).since[..., w:], groups)
+        until = _for_groups(decay.sums(log_decay[..., w:]).until[..., :s], groups)
     if is_causal:
-        allowed = jnp.tril(jnp.ones((s, start + s), bool), k=start)[None, None]
+        allowed = jnp.tril(jnp.ones((s, keys), bool), k=w)[None, None]
     if x.segments is not None:
-        same = x.segments[..., :, None] == cast(Array, x.near_segments)[..., None, :]
+        same = cut.shifted(x.segments, -1, w)[..., None] == cut.around(x.segments, -1)[..., None, :]
         allowed = same if allowed is None else same & allowed
-    if allowed is not None:
-        allowed = _for_groups(allowed, groups, -2)
-    return WithinChunk(allowed, between), since, until
+    if w:
+        window, key_window = jnp.arange(s) // w, jnp.arange(keys) // w - 1
+        near = (abs(window[:, None] - key_window[None]) <= 1)[None, None]
+    allowed, near = (
+        None if pairs is None else _for_groups(pairs, groups, -2) for pairs in (allowed, near)
+    )
+    if near is None:
+        return None, WithinChunk(allowed, between), since, until
+    far, near = (near if allowed is None else allowed & near for near in (~near, near))
+    # A causal query attends to no far key of the last window.
+    far = WithinChunk(*jax.tree.map(lambda x: x[..., : s + 2 * after], (far, between)))
+    return WithinChunk(near, between), None if s == w else far, since, until
 
 
 def _for_groups(x: Array, groups: int, axis: int = -1) -> Array:
@@ -392,16 +444,14 @@ def _for_groups(x: Array, groups: int, axis: int = -1) -> Array:
     return jnp.concatenate([x] * groups, axis)
 
 
-def by_logits(scale: float) -> Within:
-    """Exact keys of the chunk and its neighbours."""
-
-    def within(far, x: Chunks, query_split, key_features, pairs: WithinChunk) -> State:
-        key, value, log_weights = jax.tree.map(flat, cast(Keys, x.near)[:3])
-        logits = dot("...th,...sh->...ts", flat(x.query), key, x.query.dtype) * scale
-        logits = pairs.masked(logits + log_weights[..., None, :])
-        return combine(far, softmax_rows(logits, value))
-
-    return within
+def _near_rows(cut: Cut, x: Chunks, pairs: WithinChunk, scale: float) -> State:
+    """Rows of the exact keys of each chunk."""
+    key, value, log_weights = jax.tree.map(flat, cast(Keys, x.near)[:3])
+    key, value, log_weights = (
+        cut.around(x, axis) for x, axis in ((key, -2), (value, -2), (log_weights, -1))
+    )
+    logits = dot("...th,...sh->...ts", flat(x.query), key, x.query.dtype) * scale
+    return softmax_rows(pairs.masked(logits + log_weights[..., None, :]), value)
 
 
 def softmax_rows(logits: Array, value: Array, equation: str = "...ts,...sv->...tv") -> State:
@@ -412,23 +462,32 @@ def softmax_rows(logits: Array, value: Array, equation: str = "...ts,...sv->...t
     return State(maximum, normaliser, dot(equation, weights, value, dtype))
 
 
-def by_features(maps: tuple[Features, Features], robust: bool) -> Within:
-    """Keys of the chunk by their features; `robust` computes lost rows in logarithms."""
+def _with_features(
+    maps: tuple[Features, Features],
+    cut: Cut,
+    robust: bool,
+    rows: State,
+    x: Chunks,
+    query_split: Split,
+    keys: KeyFeatures,
+    pairs: WithinChunk,
+) -> State:
+    """The rows, and the pairs of each chunk by their features.
 
-    def within(far, x: Chunks, query_split, keys: KeyFeatures, pairs: WithinChunk) -> State:
-        dtype, least = operand_dtype(keys.value), UNSURE if robust else LOST
-        weights, maximum, below = _kernel(query_split, keys.split, pairs, least, dtype)
-        weights = weights.astype(dtype)
-        normaliser = jnp.sum(weights, axis=-1, dtype=far.normaliser.dtype)
-        numerator = dot("...ts,...sv->...tv", weights, keys.value, dtype)
-        rows = combine(far, State(maximum, normaliser, numerator))
-        if robust and query_split[0].shape[-1] > 1:
-            lost = below > far.maximum - NEGLIGIBLE
-            again = partial(_in_logarithms, maps, x, pairs, lost)
-            rows = jax.lax.cond(anywhere(lost), jax.checkpoint(again), lambda rows: rows, rows)
-        return rows
-
-    return within
+    `robust` computes lost rows in logarithms.
+    """
+    keys, dtype = keys.by_token(cut.around), operand_dtype(keys.value)
+    least = UNSURE if robust else LOST
+    weights, maximum, below = _kernel(query_split, keys.split, pairs, least, dtype)
+    weights = weights.astype(dtype)
+    normaliser = jnp.sum(weights, axis=-1, dtype=rows.normaliser.dtype)
+    numerator = dot("...ts,...sv->...tv", weights, keys.value, dtype)
+    every = combine(rows, State(maximum, normaliser, numerator))
+    if robust and query_split[0].shape[-1] > 1:
+        lost = below > rows.maximum - NEGLIGIBLE
+        again = partial(_in_logarithms, maps, cut, x, pairs, lost)
+        every = jax.lax.cond(anywhere(lost), jax.checkpoint(again), lambda rows: rows, every)
+    return every
 
 
 def _kernel(
@@ -464,13 +523,15 @@ def _kernel(
     return weights / total[..., None], maximum, below
 
 
-def _in_logarithms(maps, x: Chunks, pairs: WithinChunk, lost: Array, rows: State) -> State:
+def _in_logarithms(
+    maps, cut: Cut, x: Chunks, pairs: WithinChunk, lost: Array, rows: State
+) -> State:
     """The rows of a block, with the pairs of lost rows computed again, one by one.
 
     Memory: one key of each chunk at a time, with all queries of the chunk.
     """
     query_split = jax.tree.map(flat, maps[0](x.query))
-    key_split, value, _ = _key_features(maps[1], x.keys)
+    key_split, value, _ = _key_features(maps[1], x.keys).by_token(cut.around)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def log_kernel(split):  # (k, b, c, m)

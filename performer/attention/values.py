@@ -64,7 +64,7 @@ class Exact(NamedTuple):
     """
 
     window: int = 0
-    """Tokens of a chunk; keys of the same and of neighbouring chunks are exact."""
+    """Tokens of a window; keys of the same and of neighbouring windows are exact."""
     first: int = 0
     """First keys, for all queries."""
     keys: int = 0

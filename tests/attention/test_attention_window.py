@@ -5,6 +5,7 @@ softmax attention, unbiasedness, long streams and extremes, against a float64 or
 """
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from performer import performer_attention
 from performer.attention import decay
 from performer.attention.state import State, combine
 from performer.testing import reference_attention
-from tests.support.attention_inputs import SLOPES, M, close, far_apart, inputs
+from tests.support.attention_inputs import SLOPES, M, close, far_apart, inputs, random_decays
 from tests.support.tiers import tiers
 
 
@@ -82,13 +83,37 @@ def test_a_million_tokens_lose_no_digit(rate):
     np.testing.assert_allclose(state.numerator[..., 0], state.normaliser, rtol=1e-5)
 
 
+PLACES = {
+    "alone": {},
+    "packed": {"segment_ids": np.repeat([[0, 1, 2]], [9, 1, 19], axis=1).repeat(2, axis=0)},
+    "decaying": {"log_decay": random_decays(t=29)},
+}
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "place"),
+    tiers(product([False, True], PLACES), [(False, "alone"), (False, "packed"), (True, "alone")]),
+)
+def test_a_chunk_has_several_windows(is_causal, place, small_chunks):
+    """Three blocks of three chunks of 4 tokens, against float64: pairs and states meet exactly."""
+    tokens = inputs(t=29, s=29)
+    for window in (1, 2, 4, 5):
+        given = dict(is_causal=is_causal, exact_window=window, **PLACES[place])
+        want, bound = reference_attention(*tokens, with_bound=True, **given)
+        error = np.abs(performer_attention(*tokens, **given) - want).max(axis=-1)
+        assert (error / (2.0**-24 * bound + 1e-30)).max() < 4, window
+
+
 # Extremes
 
 
 IDS = np.repeat([[0, 1, 2]], [5, 1, 8], axis=1).repeat(2, axis=0)
 
 
-@pytest.mark.parametrize("case", tiers(["packed log-weights", "alibi", "log-weights", "elu+1"], 1))
+CASES = ["packed log-weights", "window", "alibi", "log-weights", "elu+1", "causal window"]
+
+
+@pytest.mark.parametrize("case", tiers(CASES, 2))
 def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
     """Within the first-order bound of float32 up to norms where the default loses rows."""
     given = dict(is_causal=True)
@@ -99,6 +124,8 @@ def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
         log_weights = 100 * rng.standard_normal((2, 14, 4)).astype(np.float32)
         log_weights[0, 3:6, 0] = -np.inf
         given["key_log_weights"] = log_weights
+    elif "window" in case:
+        given = dict(is_causal="causal" in case, exact_window=2)
     elif case == "alibi":
         given["alibi_slopes"] = SLOPES
     else:
@@ -106,6 +133,9 @@ def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
     ratios = {"robust": [], None: []}
     for norm in (1.0, 20.0, 60.0, 1e3):
         tokens = far_apart(norm)
+        if "window" in case:  # all keys opposite to all queries: near and far ones count alike
+            query = jnp.broadcast_to(tokens[0][:, :1], tokens[0].shape)
+            tokens = query, -query, *tokens[2:]
         want, bound = reference_attention(*tokens, scale=1.0, with_bound=True, **given)
         for implementation, of_norms in ratios.items():
             got = performer_attention(*tokens, implementation=implementation, scale=1.0, **given)

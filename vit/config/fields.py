@@ -202,9 +202,9 @@ class Attention:
     )
     exact_window: int = _count(
         0,
-        """Tokens of a chunk; 0 disables the window. A query attends exactly to its own chunk, to
-        both neighbours, and to class token and registers. Patches are in the order of a Z-order
-        curve, so a chunk is roughly a square of the image.""",
+        """Tokens of a window; 0 for none. A query attends exactly to its own window, to both
+        neighbours, and to class token and registers. Patches are in the order of a Z-order curve,
+        so a window is roughly a square of the image.""",
     )
     exact_keys: int = _count(
         0, "Keys of a head that are exact for all queries, those with the largest weights."
