@@ -89,6 +89,7 @@ def main(
     quick: bool = False,
     lengths: Sequence[int] = (),
     names: Sequence[str] = (),
+    dtype: Literal["", "float32", "bfloat16"] = "",
     minutes: float = 9.0,
     patches: Sequence[int] = (16, 8, 4),
     out: Path = Path("results/benchmark"),
@@ -100,6 +101,7 @@ def main(
         quick: attention and vit at a part of the length, as a trial run.
         lengths: numbers of tokens for attention, instead of its tables.
         names: with --lengths, implementations, such as "ours" and "window 16"; else the device's.
+        dtype: with --lengths, of the tokens; else float32 on a CPU and bfloat16 elsewhere.
         minutes: with gpu or --lengths, time after which nothing is begun; the same command goes on.
         patches: pixels of a patch of the ViT; 224 / patch squared plus one are its tokens.
     """
@@ -111,7 +113,7 @@ def main(
         harness.show(samplers(), out / "samplers")
         harness.show(products(), out / "products")
     elif what == "attention" and lengths:
-        by_length.measure(lengths, out, time.monotonic() + 60 * minutes, names)
+        by_length.measure(lengths, out, time.monotonic() + 60 * minutes, names, dtype)
     elif what == "gpu":
         hour.measure(out, minutes, quick)
     elif what == "attention":

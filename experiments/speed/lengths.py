@@ -112,7 +112,13 @@ def timed(name: str, which: str, args: list[jax.Array], queued: int) -> Row:
     }
 
 
-def measure(lengths: Sequence[int], out: Path, deadline: float, names: Sequence[str] = ()) -> str:
+def measure(
+    lengths: Sequence[int],
+    out: Path,
+    deadline: float,
+    names: Sequence[str] = (),
+    dtype: str = "",
+) -> str:
     """Write the missing rows of lengths_PLATFORM.csv, the table of speed-ups and the figure.
 
     Args:
@@ -120,6 +126,7 @@ def measure(lengths: Sequence[int], out: Path, deadline: float, names: Sequence[
         out: folder of the results.
         deadline: time of `time.monotonic` after which nothing is begun.
         names: implementations; `NAMES` of the platform if empty.
+        dtype: of the tokens; float32 on a CPU and bfloat16 elsewhere if empty.
 
     Returns:
         The table of speed-ups.
@@ -132,7 +139,8 @@ def measure(lengths: Sequence[int], out: Path, deadline: float, names: Sequence[
         raise ValueError(f"--names: {sorted(unknown)} are not among {known}")
     platform = jax.default_backend()
     path = out / f"lengths_{platform}"
-    dtype, heads, queued = (jnp.float32, 1, 1) if platform == "cpu" else (jnp.bfloat16, 12, 20)
+    heads, queued, usual = (1, 1, "float32") if platform == "cpu" else (12, 20, "bfloat16")
+    tokens_dtype = jnp.dtype(dtype or usual)
     names = [name + end for name in names or NAMES[platform] for end in ("", ", causal")]
     cases = [(name, "values", CHECKED, 1, 2) for name in names]
     cases += [
@@ -147,8 +155,8 @@ def measure(lengths: Sequence[int], out: Path, deadline: float, names: Sequence[
         if name in {r["implementation"] for r in rows if r["pass"] == "values" and r["note"]}:
             return None
         if which != "values":
-            return timed(name, which, inputs(tokens, heads, batch, dtype), queued)
-        found = checked(name, dtype)
+            return timed(name, which, inputs(tokens, heads, batch, tokens_dtype), queued)
+        found = checked(name, tokens_dtype)
         right = found["relative error"] < DIFFERENCE
         return found | {"note": "" if right else "wrong values"}
 
