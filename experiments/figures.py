@@ -94,7 +94,8 @@ OWN: dict[str, harness.Row] = {
         x="epoch",
         y={"accuracy": "accuracy (3,925 photographs)", "loss": "loss (nats)"},
         change=lambda rows: [
-            row | {"line": row["attention"] + ", seed 1" * (row["seed"] == 1)} for row in rows
+            row | {"line": row["attention"] + f", seed {row['seed']}" * (row["seed"] > 0)}
+            for row in rows
         ],
         line="{line}",
     ),
