@@ -6,6 +6,7 @@
     python -m experiments.benchmark attention --lengths=1024,4096 --names=ours,"window 16"
     python -m experiments.benchmark vit --quick
     python -m experiments.benchmark gpu
+    python -m experiments.benchmark photographs --data=data
 
 `couplings`: milliseconds of one draw (m = 128, d = 64) and of 144 at once (12 layers x 12 heads),
 jitted, warm, the best of 7; and the ratio of dense to structured products of 1,024 vectors with d
@@ -22,6 +23,9 @@ and 257.
 
 `gpu`: all that a GPU has to show, in parts of ten minutes: `experiments.speed.hour`.
 
+`photographs`: seconds of training to equal accuracy on ten classes of ImageNet:
+`experiments.speed.photographs`.
+
 Tables and figures go to --out.
 """
 
@@ -34,7 +38,7 @@ from typing import Any, Literal
 import jax
 
 from experiments.common import harness, launch, timing
-from experiments.speed import attention, hour, vit
+from experiments.speed import attention, hour, photographs, vit
 from experiments.speed import lengths as by_length
 from performer import couplings, structured
 
@@ -84,7 +88,7 @@ def of_attention(quick: bool, out: Path) -> None:
 
 
 def main(
-    what: Literal["couplings", "attention", "vit", "gpu"],
+    what: Literal["couplings", "attention", "vit", "gpu", "photographs"],
     /,
     quick: bool = False,
     lengths: Sequence[int] = (),
@@ -92,22 +96,25 @@ def main(
     dtype: Literal["", "float32", "bfloat16"] = "",
     minutes: float = 9.0,
     patches: Sequence[int] = (16, 8, 4),
+    data: Path = Path("data"),
     out: Path = Path("results/benchmark"),
 ) -> None:
     """Print the tables.
 
     Args:
         what: part to measure.
-        quick: attention and vit at a part of the length, as a trial run.
+        quick: a part of the length, or of an epoch, as a trial run.
         lengths: numbers of tokens for attention, instead of its tables.
         names: with --lengths, implementations, such as "ours" and "window 16"; else the device's.
         dtype: with --lengths, of the tokens; else float32 on a CPU and bfloat16 elsewhere.
-        minutes: with gpu or --lengths, time after which nothing is begun; the same command goes on.
+        minutes: with gpu, photographs or --lengths, time after which nothing is begun; the same
+            command goes on.
         patches: pixels of a patch of the ViT; 224 / patch squared plus one are its tokens.
+        data: folder of prepared photographs.
     """
     print(timing.hardware() + "\n")
     if quick and what != "couplings":
-        print("Quick: short sequences, few repeats. The numbers mean nothing.\n")
+        print("Quick: a trial run. The numbers mean nothing.\n")
         out /= "quick"
     if what == "couplings":
         harness.show(samplers(), out / "samplers")
@@ -116,6 +123,8 @@ def main(
         by_length.measure(lengths, out, time.monotonic() + 60 * minutes, names, dtype)
     elif what == "gpu":
         hour.measure(out, minutes, quick)
+    elif what == "photographs":
+        photographs.measure(data, out, minutes, quick)
     elif what == "attention":
         of_attention(quick, out)
     else:

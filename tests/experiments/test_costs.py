@@ -1,6 +1,7 @@
 """Operations against what XLA counts."""
 
 import math
+import sys
 from functools import partial
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 from experiments.common import harness
-from experiments.speed import hour, lengths
+from experiments.speed import hour, lengths, photographs
 from experiments.speed.baselines import IMPLEMENTATIONS, inputs
 from performer import performer_attention
 from tests.support.small import shapes, small_config
@@ -115,3 +116,43 @@ def test_the_gpu_hour_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(lengths, "program", None)
     hour.measure(tmp_path, minutes=10, quick=True)
     assert csvs() == read
+
+
+RUN = """
+import json, pathlib, sys, time
+folder, is_softmax = pathlib.Path(sys.argv[1]), sys.argv[2] == "softmax"
+folder.mkdir(parents=True, exist_ok=True)
+if not is_softmax and not (folder / "begun").exists():
+    (folder / "begun").touch()
+    time.sleep(60)
+step = 40 if is_softmax else 10
+for i, accuracy in enumerate([0.2, 0.5, 0.7] if is_softmax else [0.1, 0.4, 0.6], 1):
+    records = {"images_per_second": 9.0 * i}, {"eval_accuracy": accuracy}
+    with open(folder / "metrics.jsonl", "a") as log:
+        for record in records:
+            print(json.dumps(record | {"step": i, "epoch": i, "seconds": step * i}), file=log)
+"""
+"""A run of `vit.train`, as far as its log is read; with features it takes too long once."""
+
+
+def test_photographs_to_equal_accuracy(tmp_path, monkeypatch):
+    """A run is stopped when time is up, and the same command goes on; the lower best accuracy."""
+
+    def command(case, data, workdir, quick):
+        return [sys.executable, "-c", RUN, str(workdir), case["attention"]]
+
+    monkeypatch.setattr(photographs, "command", command)
+    with pytest.raises(ValueError, match="prepare the photographs"):
+        photographs.measure(tmp_path / "nothing", tmp_path / "out", 1, True)
+    photographs.measure(tmp_path, tmp_path / "out", 0.05, True)
+    assert [r["attention"] for r in harness.read(tmp_path / "out/trained.csv")] == ["softmax"]
+    assert not (tmp_path / "out/equal.csv").exists()
+    photographs.measure(tmp_path, tmp_path / "out", 1, True)
+    rows = harness.read(tmp_path / "out/equal.csv")
+    assert [(r["accuracy reached"], r["seconds until then"]) for r in rows] == [
+        (0.6, 120),
+        (0.6, 30),
+    ]
+    assert (tmp_path / "out/curves.png").exists()
+    trained = harness.read(tmp_path / "out/trained.csv")
+    assert [(r["accuracy"], r["images/s"]) for r in trained] == [(0.7, 27), (0.6, 27)]
