@@ -1,5 +1,6 @@
 """A new run that starts from published ViT weights: .safetensors of PyTorch, or .npz of JAX.
 
+    python -m vit.pretrained --weights=google/vit-base-patch16-224 --workdir=runs/vit
     python -m vit.pretrained --weights=dinov2/model.safetensors --workdir=runs/dinov2
     python -m vit.pretrained --weights=dinov2/model.safetensors --config=my_images:data/photos \\
         --workdir=runs/photos --config.attention.kind=softmax
@@ -10,6 +11,9 @@ The run stands at step 0, with the attention of the config: the softmax that the
 trained with, or random features over the same parameters. `vit.evaluate`, `vit.convert` (of a
 softmax run) and `vit.train --workdir` (which fine-tunes it) accept it as any other run. Without a
 config the run has no data; `vit.predict`, `vit.export` and `vit.load` accept it.
+
+OWNER/NAME is a repository of the Hugging Face Hub, at OWNER/NAME@REVISION if that is given. Its
+files are downloaded into the cache of huggingface_hub. An existing local path has precedence.
 
 Supported are Hugging Face's ViT, DeiT, DINOv2 and SigLIP and timm's vit_* and deit_*
 (.safetensors), and google-research's vision_transformer and big_vision (.npz). Beside .safetensors
@@ -37,8 +41,8 @@ from vit import weights as published
 from vit.config import arguments, cli
 from vit.data.classes import placeholders
 from vit.model import ViT
-from vit.run import buckets, devices
-from vit.weights import transfer
+from vit.run import buckets, devices, safety
+from vit.weights import hub, transfer
 from vit.weights.encoder import Arrays, Encoder
 
 HEAD = ("head/kernel", "head/bias")
@@ -57,24 +61,27 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
     which this model lacks (big_vision's `MAPHead_0`; `pre_logits`, if the config has none).
 
     Args:
-        weights: the file; only read, nothing is unpacked to disk.
+        weights: the file, which is only read, or the name of a repository of the Hugging Face Hub.
         config: of the new run; None for a run without data.
         workdir: folder of the new run. It appears in one piece, and after a kill the same call
             begins anew.
 
     Raises:
-        ValueError: if the config cannot work, the workdir is not empty, the file cannot be read, or
-            arrays do not fit the model (all are listed). Nothing has been written then.
+        ValueError: if the config cannot work, the workdir is not empty, the file cannot be read or
+            downloaded, or arrays do not fit the model (all are listed). There is no run then.
         OSError: if the run cannot be written, as on a full disk.
     """
     buckets.check_local(weights, "--weights=")
-    encoder = published.read(weights)
+    safety.check_vacant(buckets.path(workdir), "--workdir")  # before a download
+    is_name = hub.is_name(weights)
+    file, origin = hub.download(str(weights)) if is_name else (weights, str(weights.resolve()))
+    encoder = published.read(file)
     dataset = _no_data(encoder) if config is None else None
-    origin = {"weights": str(weights.resolve())}
-    run = transfer.begun(of_encoder(config, encoder), workdir, origin, dataset)
+    run = transfer.begun(of_encoder(config, encoder), workdir, {"weights": origin}, dataset)
     with run as (model, _, dataset):
         named, lines = fitted(encoder, model, dataset)
-        return [*encoder.lines, *lines, *load(model, named, str(weights))]
+        report = [f"downloaded: {origin}"] * is_name + [*encoder.lines, *lines]
+        return [*report, *load(model, named, str(weights))]
 
 
 def of_encoder(config: configs.Config | None, encoder: Encoder) -> configs.Config:
@@ -143,7 +150,7 @@ def main(weights: Path, workdir: Path, config: configs.Config | None = None) -> 
     """Run the command.
 
     Args:
-        weights: file .safetensors or .npz of a ViT.
+        weights: file .safetensors or .npz of a ViT, or OWNER/NAME of the Hugging Face Hub.
         workdir: folder of the new run.
         config: bundled config or file with get_config(); none makes a run without data.
     """

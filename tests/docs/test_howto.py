@@ -47,6 +47,7 @@ ELSEWHERE = {
     "--coordinator": "several processes: test_hosts.py, test_rehearsal.py",
     "--workdir=RUN": "stands in imagenet.md with the name of a run",
     "--weights=B_16.npz": "a published file: test_pretrained.py",
+    "--weights=google/vit-base-patch16-224": "a download: test_hub.py",
     "experiments.figures": "draws all committed figures: test_results.py",
     "experiments.verdicts": "writes the pages: test_verdicts.py",
 }
@@ -117,6 +118,7 @@ def base(tmp_path_factory):
         ["vit.prepare", "--source=fashion", "--out=data", "--name=fashion_mnist"],
         [*prepare, "--source=DIR_OF_ILSVRC2012_TARS"],
         [*prepare, "--source=photos"],
+        ["vit.pretrained", "--weights=vit/model.safetensors", "--workdir=runs/vit"],
         ["vit.train", "--config=my_images:base/photos", "--workdir=runs/photos"],
     ]
     lines[-1] += BY_CONFIG["my_images"]

@@ -45,9 +45,8 @@ def read(path: Path) -> Encoder:
         )
     if path.suffix != ".safetensors" or "-of-" in path.stem:
         raise ValueError(
-            f"{path} is not read: give a file .safetensors, or .npz of google-research. Parts are"
-            f" joined by transformers, AutoModel.from_pretrained({str(path.parent)!r})"
-            ".save_pretrained(OUT, max_shard_size='100GB')"
+            f"{path} is not read: give a file .safetensors, or .npz of google-research."
+            f" {joined(str(path.parent))}"
         )
     config, preprocessor = (_beside(path, x) for x in ("config.json", "preprocessor_config.json"))
     if "model_type" not in config and "architecture" not in config:
@@ -72,6 +71,14 @@ def read(path: Path) -> Encoder:
         message = error if isinstance(error, ValueError) else f"the JSON next to it: {error!r}"
         raise ValueError(f"{path}: {message}") from error
     return encoder._replace(lines=[*encoder.lines, *lines])
+
+
+def joined(source: str) -> str:
+    """Return how to join weights in several parts, in a folder or a repository of the Hub."""
+    return (
+        f"Parts are joined by transformers, AutoModel.from_pretrained({source!r})"
+        ".save_pretrained(OUT, max_shard_size='100GB')"
+    )
 
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
