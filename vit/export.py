@@ -99,6 +99,7 @@ def symbolic(trained: use.Trained) -> Exported:
 def described(trained: use.Trained, program: Exported) -> dict[str, Any]:
     """Return input, output, classes, preprocessing and versions of the program."""
     data = trained.config.data
+    resized = {"center": "shorter_side", "squash": "both_sides"}[data.eval_crop]
     return {
         "input": "images: uint8 (b, image_size, image_size, channels), 0 to 255",
         "output": "logits: float32 (b, classes); their"
@@ -108,7 +109,7 @@ def described(trained: use.Trained, program: Exported) -> dict[str, Any]:
         "channels": trained.channels,
         "preprocessing": {
             "mode": "L" if trained.channels == 1 else "RGB",
-            "shorter_side": data.eval_resize or data.image_size,
+            resized: data.eval_resize or data.image_size,
             "center_crop": data.image_size,
             "filter": "bicubic",
         },

@@ -27,6 +27,9 @@ remat and the initial values. Adapted are:
     colours     mean and deviation become part of the patch embedding, so that pixels from -1 to 1
                 serve all; for grey pictures its colours are added up
     head        loaded for the same number of classes, sorted by name if both name the same ones
+
+Without a config pictures are resized as the published preprocessing does, with the filter bicubic;
+a line is printed where the run does something else.
 """
 
 import dataclasses
@@ -43,7 +46,7 @@ from vit.data.classes import placeholders
 from vit.model import ViT
 from vit.run import buckets, devices, safety
 from vit.weights import hub, transfer
-from vit.weights.encoder import Arrays, Encoder
+from vit.weights.encoder import Arrays, Encoder, Metadata
 
 HEAD = ("head/kernel", "head/bias")
 OWN = ("blocks", "embed", "token", "position", "norm", "head")
@@ -77,9 +80,10 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
     file, origin = hub.download(str(weights)) if is_name else (weights, str(weights.resolve()))
     encoder = published.read(file)
     dataset = _no_data(encoder) if config is None else None
-    run = transfer.begun(of_encoder(config, encoder), workdir, {"weights": origin}, dataset)
-    with run as (model, _, dataset):
+    new = of_encoder(config, encoder)
+    with transfer.begun(new, workdir, {"weights": origin}, dataset) as (model, _, dataset):
         named, lines = fitted(encoder, model, dataset)
+        lines += resizing(encoder.metadata, new.data)
         report = [f"downloaded: {origin}"] * is_name + [*encoder.lines, *lines]
         return [*report, *load(model, named, str(weights))]
 
@@ -90,11 +94,27 @@ def of_encoder(config: configs.Config | None, encoder: Encoder) -> configs.Confi
         pixels, patch = encoder.metadata.input_size, configs.Model(**encoder.model).patch_size
         side = pixels // patch * patch or encoder.image_size or IMAGE_SIZE
         resize = encoder.metadata.resize or (pixels if pixels > side else 0)
+        crop = "squash" if encoder.metadata.crop == "squash" else "center"
         config = configs.Config(
             attention=configs.Attention(kind="softmax"),
-            data=configs.Data(name="", image_size=side, eval_resize=resize),
+            data=configs.Data(name="", image_size=side, eval_resize=resize, eval_crop=crop),
         )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **encoder.model))
+
+
+def resizing(theirs: Metadata, ours: configs.Data) -> list[str]:
+    """Return a line if pictures are resized in another way than the file was published with."""
+    if not theirs.input_size:  # the file has no such information
+        return []
+    size = theirs.resize or theirs.input_size
+    published = _resized(theirs.crop, size, theirs.input_size, theirs.filter)
+    here = _resized(ours.eval_crop, ours.eval_resize or ours.image_size, ours.image_size)
+    return [f"pictures as published: {published}; here: {here}"] * (published != here)
+
+
+def _resized(crop: str, size: int, image_size: int, filter: str = "bicubic") -> str:
+    sides = {"center": "shorter side", "squash": "both sides"}.get(crop, f"crop mode {crop}")
+    return f"{sides} to {size}, centre of {image_size}, {filter}"
 
 
 def _no_data(encoder: Encoder) -> data.Dataset:

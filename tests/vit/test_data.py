@@ -177,6 +177,16 @@ def test_evaluation_resizes_the_shorter_side_and_takes_the_centre(encode):
     assert np.abs(got.astype(int) - resized[35:-35, 10:-10]).max() <= 1  # one rounding
 
 
+def test_evaluation_squeezes_pictures_to_a_square():
+    """As Pillow does, or `ViTImageProcessor`; then the centre, as `DeiTImageProcessor`."""
+    pixels = photograph(300, 200)
+    for resize, crop in [(0, slice(None)), (64, slice(8, -8))]:
+        side = resize or 48
+        want = Image.fromarray(pixels).resize((side, side), Image.Resampling.BICUBIC)
+        got = evaluated(pixels, image_size=48, eval_resize=resize, eval_crop="squash")
+        assert np.abs(got.astype(int) - np.asarray(want)[crop, crop]).max() <= 1  # one rounding
+
+
 def photograph(height, width):
     """Waves in three colours: smooth, and every shift or scale shows."""
     y, x = np.mgrid[:height, :width] / 40

@@ -65,6 +65,8 @@ def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path):
     assert said.strip() == str([NAMES[i] for i in want.argmax(-1)])
     about = json.loads((tmp_path / "birds.json").read_text())
     assert about["preprocessing"]["shorter_side"] == 10
+    model.config.data.eval_crop = "squash"
+    assert export.described(model, export.symbolic(model))["preprocessing"]["both_sides"] == 10
 
 
 MODELS = {

@@ -279,21 +279,60 @@ def test_mean_and_deviation_are_those_beside_the_file(file):
 
 
 def test_what_a_run_without_data_sees_of_a_picture(file):
-    """The preprocessor's crop and size, in whole patches; timm's share of the picture."""
+    """The preprocessor's crop and size, in whole patches; timm's share of the picture.
+
+    Sizes without "shortest_edge" squeeze the picture: in old files of DINOv2 a number has one.
+    """
     for name, about, want in [
-        ("hf_dinov2", {"size": {"shortest_edge": 32}, "crop_size": {"height": 28}}, (28, 32)),
-        ("hf_siglip", {"size": {"height": 26, "width": 26}}, (24, 26)),
-        ("hf_vit", {"size": 20}, (20, 0)),
-        ("hf_vit", {}, (24, 0)),
+        (
+            "hf_dinov2",
+            {"size": {"shortest_edge": 32}, "crop_size": {"height": 28}},
+            (28, 32, "center"),
+        ),
+        ("hf_dinov2", {"size": 32, "crop_size": 28}, (28, 32, "center")),
+        ("hf_deit", {"size": 32, "crop_size": 28}, (28, 32, "squash")),
+        ("hf_siglip", {"size": {"height": 26, "width": 26}}, (24, 26, "squash")),
+        ("hf_vit", {"size": 20}, (20, 0, "squash")),
+        ("hf_vit", {}, (24, 0, "squash")),
     ]:
         crop = {"do_center_crop": "crop_size" in about}
         options = pretrained.of_encoder(
             None, published.read(file(name, config=beside(name), preprocessor_config=about | crop))
         )
-        assert (options.data.image_size, options.data.eval_resize) == want, name
+        got = (options.data.image_size, options.data.eval_resize, options.data.eval_crop)
+        assert got == want, name
         config.validate(options)
-    timm = pretrained.of_encoder(None, original("timm_vit"))
-    assert (timm.data.image_size, timm.data.eval_resize) == (24, 26)  # crop_pct 0.9
+    for mode, want in [("center", "center"), ("squash", "squash"), ("border", "center")]:
+        about = timm_config()
+        about["pretrained_cfg"] |= {"crop_mode": mode}
+        options = pretrained.of_encoder(None, published.read(file("timm_vit", config=about)))
+        assert (options.data.image_size, options.data.eval_resize) == (24, 26)  # crop_pct 0.9
+        assert options.data.eval_crop == want
+
+
+def test_another_way_of_resizing_than_the_published_one_is_told(file):
+    def told(name, preprocessor, settings=None, **weights):
+        about = beside(name)
+        if weights:
+            about["pretrained_cfg"] |= weights
+        encoder = published.read(file(name, config=about, preprocessor_config=preprocessor))
+        return pretrained.resizing(encoder.metadata, pretrained.of_encoder(settings, encoder).data)
+
+    square = {"size": {"height": 24, "width": 24}}
+    here = "both sides to 24, centre of 24"
+    assert told("hf_siglip", square) == told("timm_vit", {}) == told("hf_vit", {}) == []
+    assert told("hf_vit", square | {"resample": 3}) == []
+    for resample in ({}, {"resample": 2}):  # the default of its class, and as published
+        assert told("hf_vit", square | resample) == [
+            f"pictures as published: {here}, bilinear; here: {here}, bicubic"
+        ]
+    assert told("hf_siglip", square, small_config(data=config.Data(image_size=24))) == [
+        f"pictures as published: {here}, bicubic; here: shorter side to 24, centre of 24, bicubic"
+    ]
+    assert told("timm_vit", {}, crop_mode="border") == [
+        "pictures as published: crop mode border to 26, centre of 24, bicubic; here: shorter side"
+        " to 26, centre of 24, bicubic"
+    ]
 
 
 def test_half_precision(file):

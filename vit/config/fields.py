@@ -236,7 +236,13 @@ class Data:
     eval_split: str = _field("test", "Evaluation split, in the same notation.")
     image_size: int = _number(8, "Side of the model's input in pixels.", 1, 2**14)
     eval_resize: int = _number(
-        0, "Shorter side before the centre crop of evaluation; 0: `image_size`.", 0, 2**16
+        0, "Size before the centre crop of evaluation, by `eval_crop`; 0: `image_size`.", 0, 2**16
+    )
+    eval_crop: str = _choice(
+        "center squash",
+        """Resizing in evaluation and prediction: "center" makes the shorter side `eval_resize`,
+        "squash" makes both sides `eval_resize`, whatever their ratio, as transformers does for ViT,
+        DeiT and SigLIP.""",
     )
     crop: str = _choice(
         "center inception",

@@ -174,17 +174,20 @@ def with_classes(dataset: Dataset, class_names: Sequence[str]) -> Dataset:
 def evaluated_pixels(image: Any, data: config.Data, channels: int) -> np.ndarray:
     """Return an array or encoded image for evaluation: (image_size, image_size, channels) uint8.
 
-    The shorter side becomes `data.eval_resize`, or `data.image_size` if that is 0, and the centre
-    is cut out, in one resampling. An image of the right size is not changed.
+    The shorter side, or both sides with `data.eval_crop` "squash", become `data.eval_resize`, or
+    `data.image_size` if that is 0, and the centre is cut out, in one resampling. An image of the
+    right size is not changed.
 
     Raises:
         OSError, SyntaxError, ...: as PIL, if the bytes are no image or a truncated one.
     """
 
     def center(width: int, height: int) -> augment.Box:
-        side = min(width, height) * data.image_size / (data.eval_resize or data.image_size)
-        left, top = (width - side) / 2, (height - side) / 2
-        return left, top, left + side, top + side
+        share = data.image_size / (data.eval_resize or data.image_size)
+        sides = (width, height) if data.eval_crop == "squash" else (min(width, height),) * 2
+        w, h = (share * side for side in sides)
+        left, top = (width - w) / 2, (height - h) / 2
+        return left, top, left + w, top + h
 
     return _pixels(image, data.image_size, channels, center, Image.Resampling.BICUBIC)
 

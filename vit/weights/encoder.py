@@ -52,7 +52,11 @@ class Metadata(NamedTuple):
     antialias: bool = True
     """Antialiasing of positions that are resampled to another grid, as the library does it."""
     resize: int = 0
-    """Size of the shorter side of a picture before the crop; 0: the image size."""
+    """Size of the shorter side, or both, of a picture before the crop; 0: the image size."""
+    crop: str = "center"
+    """Value of `config.data.eval_crop`, or another way of timm."""
+    filter: str = "bicubic"
+    """Interpolation of pictures that are resized."""
     class_names: tuple[str, ...] = ()
 
 

@@ -10,6 +10,8 @@ contains only values that differ from the defaults of the class in transformers.
 import re
 from typing import Any
 
+from PIL.Image import Resampling
+
 from vit.weights.encoder import HALF, IMAGENET, Arrays, Encoder, Metadata, from_pytorch, side
 
 BLOCK = {
@@ -53,8 +55,10 @@ NAMES = {
 SIGLIP = Metadata("Hugging Face's SigLIP", 768, 12, 1e-6, "gelu_pytorch_tanh", *HALF)
 DINOV2 = Metadata("Hugging Face's DINOv2", 768, 12, 1e-6, "gelu", *IMAGENET)
 FAMILIES = {
-    "vit": Metadata("Hugging Face's ViT", 768, 12, 1e-12, "gelu", *HALF),
-    "vit_msn": Metadata("Hugging Face's ViT-MSN", 768, 12, 1e-6, "gelu", *IMAGENET),
+    "vit": Metadata("Hugging Face's ViT", 768, 12, 1e-12, "gelu", *HALF, filter="bilinear"),
+    "vit_msn": Metadata(
+        "Hugging Face's ViT-MSN", 768, 12, 1e-6, "gelu", *IMAGENET, filter="bilinear"
+    ),
     "deit": Metadata("Hugging Face's DeiT", 768, 12, 1e-12, "gelu", *IMAGENET),
     "dinov2": DINOV2,
     "siglip": SIGLIP,
@@ -107,6 +111,8 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
     if preprocessor.get("do_normalize") is False:
         preprocessor = preprocessor | {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     size = preprocessor.get("size") or 0
+    keeps_ratio = "shortest_edge" in size if isinstance(size, dict) else kind.startswith("dinov2")
+    resample = preprocessor.get("resample")
     metadata = default._replace(
         width=config.get("hidden_size", default.width),
         num_heads=config.get("num_attention_heads", default.num_heads),
@@ -119,6 +125,8 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
         antialias=kind == "dinov2_with_registers",
         input_size=side(preprocessor.get("crop_size") or size),
         resize=side(size) if preprocessor.get("do_center_crop") else 0,
+        crop="center" if keeps_ratio else "squash",
+        filter=default.filter if resample is None else Resampling(resample).name.lower(),
         class_names=_class_names(arrays, labels),
     )
     return from_pytorch(arrays, NAMES, metadata)

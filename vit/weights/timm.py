@@ -127,6 +127,8 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
         final_norm="after" if "fc_norm.weight" in arrays else "before",
         input_size=size,
         resize=math.floor(size / float(weights.get("crop_pct") or 1)),
+        crop=weights.get("crop_mode") or "center",
+        filter=weights.get("interpolation") or "bicubic",
         class_names=tuple(config.get("label_names") or weights.get("label_names") or ()),
     )
     return from_pytorch(arrays, NAMES, metadata)
