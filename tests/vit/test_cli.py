@@ -60,9 +60,11 @@ def test_a_command_has_the_name_that_it_has_in_the_script(monkeypatch):
 WITHOUT_EXTRAS = """
 import sys
 
+ABSENT = "absl etils flax PIL grain orbax rich safetensors sklearn tensorflow_datasets".split()
+
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("absl", "flax", "PIL", "grain", "orbax", "tensorflow_datasets"):
+        if name.split(".")[0] in ABSENT:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())

@@ -25,8 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from etils import epath
-
 PACKAGE = "gcsfs"
 """Package of the extra `gcs`; it requires google-cloud-storage, which locks and Orbax use."""
 CLIENTS = (PACKAGE, "google", "aiohttp", "requests")
@@ -56,11 +54,11 @@ class Address(pathlib.PosixPath):
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         with _as_os_error(self):
-            return getattr(epath.Path(str(self)), method)(*args, **options)
+            return getattr(_epath(self), method)(*args, **options)
 
     def _listed(self, method: str, *args: Any) -> Iterator["Address"]:
         with _as_os_error(self):
-            found = list(getattr(epath.Path(str(self)), method)(*args))
+            found = list(getattr(_epath(self), method)(*args))
         return (Address(str(each)) for each in found)
 
     def exists(self, **_: Any) -> bool:
@@ -101,6 +99,12 @@ class Address(pathlib.PosixPath):
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove an object."""
         self._call("unlink", missing_ok=missing_ok)
+
+
+def _epath(path: Path) -> Any:
+    from etils import epath  # with the extra `vit`; the console script runs without it
+
+    return epath.Path(str(path))
 
 
 @contextlib.contextmanager
@@ -277,7 +281,7 @@ def filled(folder: Path, last: str) -> Iterator[Path]:
 
 
 def _upload(source: Path, target: str) -> None:
-    epath.Path(source).copy(target, overwrite=True)
+    _epath(source).copy(target, overwrite=True)
 
 
 def move(source: Path, target: Path) -> None:
