@@ -184,11 +184,11 @@ def test_nothing_is_asked_of_a_hub_without_need(served, tmp_path, monkeypatch):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").write_text("text")
     for name, workdir, message in [
-        ("google/vit.tiny", "run", "^google/vit.tiny is not read: give a file .safetensors"),
-        ("dino/model.safetensors", "run", "cannot be read as a file of safetensors|config.json"),
-        ("dino/B_16.npz", "run", "cannot be read as an .npz"),
-        ("a/b/c", "run", "^a/b/c is not read"),
-        ("vit", "run", "^vit is not read"),
+        ("google/vit.tiny", "run", "^google/vit.tiny is a folder: give a file in it"),
+        ("dino/model.safetensors", "run", "^dino/model.safetensors does not exist"),
+        ("dino/B_16.npz", "run", "^dino/B_16.npz does not exist"),
+        ("a/b/c", "run", "^a/b/c does not exist"),
+        ("vit", "run", "^vit does not exist"),
         ("timm/vit_tiny.lvd", "used", "used is not empty; choose another --workdir"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -208,7 +208,8 @@ def test_files_that_are_no_weights(file, tmp_path):
             pretrained.pretrained(path, settings(), tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    refused(tmp_path / "none.npz", "none.npz cannot be read as an .npz file: .*No such file")
+    refused(tmp_path / "none.npz", "none.npz does not exist: give a file, as model.safetensors")
+    refused(tmp_path, "is a folder: give a file in it, as model.safetensors, or OWNER/NAME of a")
     whole = file(weights()).read_bytes()
     broken = tmp_path / "broken.npz"
     for content in (b"", b"text", whole[: len(whole) // 2], whole[:4]):

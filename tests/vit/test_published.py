@@ -222,8 +222,13 @@ def test_what_is_refused_says_why(file, change, about, message):
 def test_files_that_cannot_be_read(tmp_path):
     for suffix in (".bin", ".pth", ".pt"):
         refused(tmp_path / f"x{suffix}", "(?s)is a pickle, which can run programs.*torch.load")
-    refused(tmp_path / "x.h5", "x.h5 is not read: give a file .safetensors, or .npz")
-    refused(tmp_path / "model-00001-of-00002.safetensors", "is not read: .*max_shard_size")
+    for name, message in [
+        ("x.h5", "x.h5 is not read: give a file .safetensors, or .npz"),
+        ("model-00001-of-00002.safetensors", "is not read: .*max_shard_size"),
+    ]:
+        refused(tmp_path / name, f"{name} does not exist: give a file, as model.safetensors, or")
+        (tmp_path / name).touch()
+        refused(tmp_path / name, message)
     whole = (FILES / "hf_vit" / "model.safetensors").read_bytes()
     (tmp_path / "config.json").write_text(json.dumps(beside("hf_vit")))
     for content in (b"", b"text", b"\xff" * 100, whole[:100], whole[:-10]):

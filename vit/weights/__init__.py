@@ -35,14 +35,19 @@ def read(path: Path) -> Encoder:
         ValueError: if the file has another format or cannot be read, the network is not supported,
             or arrays and JSON contradict one another.
     """
-    if path.suffix == ".npz":
-        return google.read(path)
     if path.suffix in PICKLES:
         raise ValueError(
             f"{path} is a pickle, which can run programs when it is read, and is refused. Use the"
             " model.safetensors that is published with it, or convert it, with torch installed:"
             f'\n  python -c "{CONVERT.format(path.name)}"'
         )
+    if not path.is_file():
+        is_now = (
+            "is a folder: give a file in it" if path.is_dir() else "does not exist: give a file"
+        )
+        raise ValueError(f"{path} {is_now}, as model.safetensors, or OWNER/NAME of a repository")
+    if path.suffix == ".npz":
+        return google.read(path)
     if path.suffix != ".safetensors" or "-of-" in path.stem:
         raise ValueError(
             f"{path} is not read: give a file .safetensors, or .npz of google-research."
