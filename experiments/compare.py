@@ -376,6 +376,7 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
         logs = [run.log for run in result.sound]
         rates = [r["images_per_second"] for log in logs for r in log if "images_per_second" in r]
         d, against = result.difference, result.baseline is not None
+        tested = against and not np.isnan(d.p_value)  # two seeds or more, of different results
         needed = "" if np.isnan(d.p_value) else statistics.seeds_needed(EFFECT, d.deviation)
         exact = "exact" if result.setting.coupling == SOFTMAX else ""
         errors = [estimate(each) for each in zip(*result.attention_errors, strict=True)]
@@ -386,9 +387,9 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "seeds": len(result.sound),
                 "accuracy": estimate(list(result.accuracy.values())),
                 "difference to baseline": f"{d.mean:+.4f}" if against else "baseline",
-                "95% interval": f"{d.low:+.4f} to {d.high:+.4f}" if against else "",
+                "95% interval": f"{d.low:+.4f} to {d.high:+.4f}" if tested else "",
                 "of seeds": " ".join(f"{x:+.4f}" for x in result.differences),
-                "corrected p": f"{result.corrected:.2g}" if against else "",
+                "corrected p": f"{result.corrected:.2g}" if tested else "",
                 f"seeds needed for {EFFECT:+.3f}": str(needed),
                 "attention error": error,
                 "of uniform attention": uniform,
@@ -459,7 +460,7 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
         " of paired t-tests with Holm's correction. The seeds needed give 80% power for the gain"
         f" of PM over ORF in Reid et al. 2025, by one such test at level {LEVEL}. Attention error:"
         " of the trained layers, relative to exact attention, mean over layers and heads of the"
-        " first seeds, and in brackets the error of uniform attention, the mean of all values."
+        " first seeds; next to it the error of uniform attention, the mean of all values."
         " `seeds.csv` has the result and the folder of each run.\n",
         *([f"Diverged, and left out: {reports.plain(diverged)}.\n"] if diverged else []),
         "![Differences with 95% intervals (not corrected), and a dot for each seed](results.png)\n",

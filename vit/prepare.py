@@ -77,7 +77,7 @@ def prepare(
     """Write the data set `out/name/1.0.0`.
 
     Args:
-        source: folder with raw pictures, in one of the forms above.
+        source: folder with raw pictures; --help lists the formats.
         out: folder of TFDS data sets; made if it does not exist. For gs://... the data set is
             written to the folder of temporary files and uploaded.
         name: name of the data set, lower case letters, digits and underscores; the folder's

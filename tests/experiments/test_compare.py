@@ -179,7 +179,10 @@ def test_pairs_are_by_seed_and_leave_out_what_diverged():
     assert found.corrected < 0.01
     single = compare.compared([result("orf", [0.5]), result("pm", [0.9])], "orf")
     assert compare.verdict(single).startswith("No test is possible: that takes two seeds")
-    assert compare.rows(single)[1]["seeds needed for +0.008"] == ""
+    equal = compare.compared([result("orf", [0.5, 0.6]), result("pm", [0.5, 0.6])], "orf")
+    for found in (single, equal):
+        row = compare.rows(found)[1]
+        assert {row[x] for x in ("95% interval", "corrected p", "seeds needed for +0.008")} == {""}
 
 
 def test_curves_are_means_over_seeds():

@@ -41,6 +41,7 @@ def message(*given):
         ("--coupling=pm", "--config.attention.coupling"),
         ("--config.attention.cupling=pm", "--config.attention.coupling"),
         ("--wrkdir=x", "--workdir"),
+        ("--config.optim.lr=1", "--config.optim.learning_rate"),
     ],
 )
 def test_the_flag_that_is_meant(given, meant):

@@ -159,6 +159,8 @@ def nearest(argument: str, values: flags.FlagValues) -> str:
     word = name.lstrip("-").lower().replace("-", "_")
     last = word.split(".")[-1]
     word = last if word not in known and last in known else word
+    initials = {"".join(x[:1] for x in each.split("_")): each for each in known if "_" in each}
+    word = word if word in known else initials.get(last, word)  # lr: learning_rate
     return known[difflib.get_close_matches(word, known, n=1, cutoff=0)[0]] + equals + value
 
 
