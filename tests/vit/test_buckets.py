@@ -58,6 +58,7 @@ def test_what_is_a_path(monkeypatch):
         arguments.Parser(Path).parse("gs://b/run")
     for name, reason in {
         "s3://b/run": "only gs:// is supported",
+        "https://huggingface.co/owner/name": "web addresses are not read.*OWNER/NAME",
         "gs://b/*": "only letters",
     }.items():
         with pytest.raises(ValueError, match=reason):
@@ -70,6 +71,9 @@ def test_a_bucket_is_not_taken_for_a_folder(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"s3:/bucket/run: of buckets only gs:// .* Mount it"):
         loop.train(small_config(), Path("s3://bucket/run"))
     assert not list(tmp_path.iterdir())
+    (tmp_path / "run").touch()
+    with pytest.raises(ValueError, match="run is a file: give a folder"):
+        loop.train(small_config(), tmp_path / "run")
 
 
 @pytest.mark.parametrize(

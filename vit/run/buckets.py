@@ -131,6 +131,11 @@ def path(name: str | os.PathLike[str]) -> Path:
     scheme = re.match(r"(\w\w+):/", os.fspath(name))
     if not scheme:
         return Path(name)
+    if scheme[1] in ("http", "https"):
+        raise ValueError(
+            f"{name}: web addresses are not read. Give a local path; vit.pretrained also reads"
+            " --weights=OWNER/NAME, a repository of the Hugging Face Hub"
+        )
     if scheme[1] != "gs":
         raise ValueError(
             f"{name}: of buckets only gs:// is supported. Elsewhere Orbax completes a checkpoint by"

@@ -213,14 +213,17 @@ def train(
         of the task.
 
     Raises:
-        ValueError: for an invalid config; a workdir with another run, in use or without its
-            checkpoints; a record that cannot be decoded; or hosts with different settings.
+        ValueError: for an invalid config; a workdir that is a file, or with another run, in use or
+            without its checkpoints; a record that cannot be decoded; or hosts with different
+            settings.
         FloatingPointError: when loss, gradients or parameters are not finite; nothing is saved.
         vit.run.checkpoint.SaveError: when a checkpoint cannot be written; earlier ones are intact.
     """
     # Check everything before anything is written.
     configs.validate(config)
     workdir = buckets.path(workdir)
+    if not isinstance(workdir, buckets.Address) and workdir.is_file():
+        raise ValueError(f"--workdir={workdir} is a file: give a folder")
     loggers.check(log)
     if profile:
         buckets.check_local(workdir, "with --profile, --workdir=")
