@@ -55,9 +55,10 @@ CURVES = {"train_loss": "training loss", "eval_accuracy": "accuracy"}
 
 
 def beside_baseline(rows: list[harness.Row]) -> list[harness.Row]:
-    """Return the compared rows with half of their interval."""
-    compared = [row for row in rows if row["95% interval"]]
-    ends = [[float(end) for end in row["95% interval"].split(" to ")] for row in compared]
+    """Return the compared rows with half of their interval, 0 without one."""
+    compared = [row for row in rows if row["difference to baseline"] != "baseline"]
+    texts = [row["95% interval"] or "0 to 0" for row in compared]
+    ends = [[float(end) for end in text.split(" to ")] for text in texts]
     return [row | {"95%": (b - a) / 2} for row, (a, b) in zip(compared, ends, strict=True)]
 
 

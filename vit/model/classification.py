@@ -183,8 +183,9 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
     With n tokens of width w, L layers and m features: 2 n p^2 c w for the embedding, and in each
     layer 8 n w^2 for the projections, 4 n w mlp_dim (6 with SwiGLU), and 4 n^2 w for softmax or
     8 n m w for random features, plus 4 n w for each exact key of a query. Pooling by attention is a
-    layer with one query; `pre_logits` adds 2 w^2. A training step has three times as many;
-    recomputation by `remat` is not counted.
+    layer with one query; `pre_logits` adds 2 w^2. A training step has three times as many. Not
+    counted are recomputation by `remat`, and with an exact window what its chunks add: states on
+    both sides and pairs by features, up to twice as many again.
     """
     size, patch_size = config.model.size, config.model.patch_size
     patches = (config.data.image_size // patch_size) ** 2
