@@ -209,8 +209,8 @@ def sweep(
         near: exact keys.
 
     Returns:
-        Rows (b, t, k, g), and the state after all `keys`; with a window, without those of the last
-        w positions of the last chunk.
+        Rows (b, t, k, g), and the state after all `keys`; with a window, without the keys of the
+        last w positions of the last chunk.
     """
     (b, t, k, g, h), is_causal = query.shape, ends[1] is None
     w = near.window if near else 0
@@ -312,7 +312,7 @@ def _key_features(key_map: Features, keys: Keys) -> KeyFeatures:
 
 
 def _at_end(end: State, xs: Chunks, side: int) -> Incoming:
-    """What enters at one end of the sequence."""
+    """State that enters at one end of the sequence."""
     segment = None if xs.segments is None else xs.segments[side, :, side]
     return Incoming(jax.tree.map(flat, end), segment)
 

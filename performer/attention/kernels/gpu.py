@@ -219,7 +219,7 @@ def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Span, scale: float)
 
 
 def write_key(x: Operands, i, key, dl: Float[Array, "s m"], grads, keys: Span, scale) -> None:
-    """Write the gradients of keys and of their log-weights, from those of their exponents."""
+    """Write the gradients of keys and of their log-weights, from the gradients of exponents."""
     dk, total = dot(dl.astype(key.dtype), x.w_key[...]), jnp.sum(dl, axis=1)
     keys.write(grads.key, i, dk - scale * key.astype(f32) * total[:, None])
     if grads.log_weights is not None:
