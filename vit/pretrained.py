@@ -46,7 +46,7 @@ from vit.data.classes import placeholders
 from vit.model import ViT
 from vit.run import buckets, devices, safety
 from vit.weights import hub, transfer
-from vit.weights.encoder import Arrays, Encoder, Metadata
+from vit.weights.encoder import Arrays, Encoder
 
 HEAD = ("head/kernel", "head/bias")
 OWN = ("blocks", "embed", "token", "position", "norm", "head")
@@ -83,7 +83,7 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
     new = of_encoder(config, encoder)
     with transfer.begun(new, workdir, {"weights": origin}, dataset) as (model, _, dataset):
         named, lines = fitted(encoder, model, dataset)
-        lines += resizing(encoder.metadata, new.data)
+        lines += resizing(encoder, new.data)
         report = [f"downloaded: {origin}"] * is_name + [*encoder.lines, *lines]
         return [*report, *load(model, named, str(weights))]
 
@@ -102,14 +102,26 @@ def of_encoder(config: configs.Config | None, encoder: Encoder) -> configs.Confi
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **encoder.model))
 
 
-def resizing(theirs: Metadata, ours: configs.Data) -> list[str]:
-    """Return a line if pictures are resized in another way than the file was published with."""
+def resizing(encoder: Encoder, ours: configs.Data) -> list[str]:
+    """Return a line if pictures are resized in another way than the file was published with.
+
+    It ends with the flags that come closest to the file.
+    """
+    theirs = encoder.metadata
     if not theirs.input_size:  # the file has no such information
         return []
     size = theirs.resize or theirs.input_size
     published = _resized(theirs.crop, size, theirs.input_size, theirs.filter)
     here = _resized(ours.eval_crop, ours.eval_resize or ours.image_size, ours.image_size)
-    return [f"pictures as published: {published}; here: {here}"] * (published != here)
+    wanted = of_encoder(None, encoder).data
+    differing = [
+        name
+        for name in ("image_size", "eval_resize", "eval_crop")
+        if getattr(wanted, name) != getattr(ours, name)
+    ]
+    flags = [f" --config.data.{name}={getattr(wanted, name)}" for name in differing]
+    closest = "; closest:" * bool(flags) + "".join(flags)
+    return [f"pictures as published: {published}; here: {here}{closest}"] * (published != here)
 
 
 def _resized(crop: str, size: int, image_size: int, filter: str = "bicubic") -> str:

@@ -23,7 +23,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The calls of `huggingface_hub.snapshot_download` and `list_repo_files`, versions 0.36 to 2.4.
+    """The calls of `huggingface_hub.snapshot_download` and `model_info`, versions 0.36 to 2.4.
 
     GET /api/models/NAME[/revision/REVISION]        commit and names of files
     GET /api/models/NAME/tree/COMMIT                names and sizes
@@ -194,6 +194,18 @@ def test_nothing_is_asked_of_a_hub_without_need(served, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message):
             pretrained.pretrained(Path(name), small_config(), tmp_path / workdir)
     assert served.requests == []
+
+
+def test_without_a_network_the_cache_serves(served, tmp_path, monkeypatch):
+    """Also by a name without a commit; a cache without weights is not the repository's fault."""
+    import huggingface_hub
+
+    got = hub.download("google/vit.tiny")
+    huggingface_hub.hf_hub_download("timm/vit_tiny.lvd", "config.json")
+    environment(monkeypatch, tmp_path, "http://127.0.0.1:9")
+    assert hub.download("google/vit.tiny") == got
+    with pytest.raises(ValueError, match="has no model.safetensors in the cache of huggingface"):
+        hub.download("timm/vit_tiny.lvd")
 
 
 def test_without_a_network_or_the_package(tmp_path, monkeypatch):

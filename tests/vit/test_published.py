@@ -321,7 +321,7 @@ def test_another_way_of_resizing_than_the_published_one_is_told(file):
         if weights:
             about["pretrained_cfg"] |= weights
         encoder = published.read(file(name, config=about, preprocessor_config=preprocessor))
-        return pretrained.resizing(encoder.metadata, pretrained.of_encoder(settings, encoder).data)
+        return pretrained.resizing(encoder, pretrained.of_encoder(settings, encoder).data)
 
     square = {"size": {"height": 24, "width": 24}}
     here = "both sides to 24, centre of 24"
@@ -332,8 +332,14 @@ def test_another_way_of_resizing_than_the_published_one_is_told(file):
             f"pictures as published: {here}, bilinear; here: {here}, bicubic"
         ]
     assert told("hf_siglip", square, small_config(data=config.Data(image_size=24))) == [
-        f"pictures as published: {here}, bicubic; here: shorter side to 24, centre of 24, bicubic"
+        f"pictures as published: {here}, bicubic; here: shorter side to 24, centre of 24, bicubic;"
+        " closest: --config.data.eval_crop=squash"
     ]
+    (line,) = told("hf_siglip", {"size": 26}, small_config())  # patches of 4
+    assert line.endswith(
+        "closest: --config.data.image_size=24 --config.data.eval_resize=26"
+        " --config.data.eval_crop=squash"
+    )
     assert told("timm_vit", {}, crop_mode="border") == [
         "pictures as published: crop mode border to 26, centre of 24, bicubic; here: shorter side"
         " to 26, centre of 24, bicubic"

@@ -15,6 +15,10 @@ WEIGHTS, PARTS = "model.safetensors", "model.safetensors.index.json"
 FILES = (WEIGHTS, PARTS, "config.json", "preprocessor_config.json")
 ENDINGS = (".npz", ".npy", ".safetensors", ".json", *PICKLES)
 """Endings of local files, by which a missing file OWNER/NAME is not a name."""
+UNREACHABLE = (
+    "in the cache of huggingface_hub, and the Hub cannot be reached: check the network, HF_ENDPOINT"
+    " and HF_HUB_OFFLINE, or give a local file"
+)
 
 
 def is_name(weights: Path) -> bool:
@@ -54,9 +58,10 @@ def download(name: str) -> tuple[Path, str]:
     if (Path(folder) / PARTS).exists():
         raise ValueError(f"--weights={name} has its weights in several parts. {joined(repository)}")
     try:
-        names = huggingface_hub.list_repo_files(repository, revision=commit)
-    except Exception:  # without a network
-        names = []
+        siblings = huggingface_hub.model_info(repository, revision=commit).siblings or ()
+    except Exception as error:  # another program left some of the files in the cache
+        raise ValueError(f"--weights={name} has no {WEIGHTS} {UNREACHABLE}") from error
+    names = [sibling.rfilename for sibling in siblings]
     raise ValueError(f"--weights={name} has no {WEIGHTS}{_instead(repository, names)}")
 
 
@@ -72,10 +77,7 @@ def _reason(error: Exception, errors: Any) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return "has no such revision: give a branch, a tag or a commit after the @, or leave it out"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return (
-            "is neither a local path nor in the cache of huggingface_hub, and the Hub cannot be"
-            " reached: check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a local file"
-        )
+        return f"is neither a local path nor {UNREACHABLE}"
     text = " ".join(str(error).split())[:300]
     return f"cannot be downloaded from the Hugging Face Hub: {type(error).__name__}: {text}"
 
