@@ -233,7 +233,7 @@ def convert(
         refine_steps: steps of refinement after the calibration; if not 0, refined frequencies are a
             further row, and the converted run has them.
         keep: number of layers that stay exact, those with the largest attention errors.
-        exact_window: tokens of a chunk whose keys are exact for it and its neighbours, 0 for none;
+        exact_window: tokens of a window, exact for itself and its neighbours; 0 for none;
             the largest is the converted run's.
         exact_keys: keys of a head that are exact, those with the largest weights, in all cases.
         exact_rows: first tokens whose attention is exact, in all cases: 1 for a class token.

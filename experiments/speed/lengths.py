@@ -59,7 +59,7 @@ def softmax64(name: str, args: Sequence[jax.Array]) -> list[np.ndarray]:
     """Return output and gradients from the whole matrix of logits, in float64 on the CPU.
 
     The logits are q.k for exact attention, and log (1 / m) sum_j e^{w_j.(q + k) - |q|^2 / 2 -
-    |k|^2 / 2} for features; with a window of w tokens q.k for keys of the same chunk of w tokens
+    |k|^2 / 2} for features; with a window of w tokens q.k for keys of the same w tokens
     and its neighbours. q and k are scaled by D^{-1/4}.
     """
 
