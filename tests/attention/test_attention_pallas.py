@@ -341,11 +341,23 @@ def test_lowers_for_gpu(is_causal, monkeypatch):
             trace = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*args)
             return trace.lower(lowering_platforms=("cuda",)).as_text()
 
-    assert lowered(jnp.bfloat16).count("xla.gpu.triton") >= 2
+    bfloat16 = lowered(jnp.bfloat16)
+    assert bfloat16.count("xla.gpu.triton") >= 2
+    assert "ex2.approx" in bfloat16
+    assert "__nv_expf" not in bfloat16  # nine instructions
     assert lowered(jnp.float16, h=40).count("xla.gpu.triton") >= 2
     which.warn.cache_clear()
     with pytest.warns(UserWarning, match="'float32', 'float32'. on a GPU"):
         assert "triton" not in lowered(jnp.float32)
+
+
+def test_exponentials_of_a_gpu(monkeypatch):
+    """By two instructions, of which a CPU has none, each a power or a logarithm to base 2."""
+    instructions = {"ex2": jnp.exp2, "lg2": jnp.log2}
+    monkeypatch.setattr(gpu, "approximate", lambda name, x: instructions[name](x))
+    on, x = gpu.Span(8, 8, interpret=False), jnp.array([-jnp.inf, -80.0, -3.0, 0.0])
+    np.testing.assert_allclose(on.exp(x), np.exp(np.float64(x)), rtol=2e-5)
+    np.testing.assert_allclose(on.log(jnp.exp(x[2:])), x[2:], rtol=1e-6)
 
 
 @pytest.mark.thorough

@@ -10,14 +10,19 @@ its backward pass folds the keys again. Else tokens are divided into spans, a pr
 states of the spans of keys are combined, and each span of queries reads their sum.
 
 Causal: a program goes through the chunks of a span, with the state in registers, from the state of
-the spans before it. The backward pass has two kernels: one goes forwards for the gradients of
-queries, L, a and the maxima c before each chunk, one backwards for the gradients of keys and
-values.
+the spans before it. The backward pass goes forwards for the gradients of queries, a and the maxima
+c before each chunk, and backwards for the gradients of keys and values. If there are several spans,
+a kernel in between sums [dz ds] over the queries of each.
+
+The instructions of a step decide the time (docs/results/speed.md). So features are rows and tokens
+columns, except where queries are read: products then have m rows, and the matrix instructions of
+Hopper take 64. The forward pass leaves L for the backward pass.
 
 Triton is the back end: it compiles for Ampere and Hopper, by JAX 0.10 to 0.12, and is interpreted
 on a CPU. What a move to Mosaic GPU would take stands in docs/developing.md.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,16 +54,17 @@ class Span(NamedTuple):
 
     count: Any
     block: int
+    interpret: bool
 
     def real(self, i) -> Array:
         """Mask of the i-th step: its tokens up to the last."""
         return i * self.block + jnp.arange(self.block) < self.count
 
-    def read(self, ref, i) -> Array:
-        """The rows, or numbers, of the i-th step; 0 past the last token."""
+    def read(self, ref, i, other: float = 0.0) -> Array:
+        """The rows, or numbers, of the i-th step; 0, or another number, past the last token."""
         at, mask = pl.ds(i * self.block, self.block), self.real(i)
         if len(ref.shape) == 1:
-            return plt.load(ref.at[at], mask=mask, other=0.0)
+            return plt.load(ref.at[at], mask=mask, other=other)
         mask = jnp.broadcast_to(mask[:, None], (self.block, ref.shape[1]))
         return plt.load(ref.at[at, :], mask=mask, other=0.0).astype(operand(ref.dtype))
 
@@ -80,6 +86,38 @@ class Span(NamedTuple):
         """Number of steps."""
         return (self.count + self.block - 1) // self.block
 
+    def exp(self, x: Array) -> Array:
+        """e^x; 0 below 1e-38."""
+        return jnp.exp(x) if self.interpret else approximate("ex2", x * math.log2(math.e))
+
+    def log(self, x: Array) -> Array:
+        """The logarithm."""
+        return jnp.log(x) if self.interpret else approximate("lg2", x) * math.log(2)
+
+
+def approximate(instruction: str, x: Array) -> Array:
+    """The result of an instruction of the GPU, exact to 2^-22.
+
+    `jnp.exp` has nine instructions, which were a third of those of a kernel.
+    """
+    out = Out(x.shape, x.dtype)
+    (y,) = plt.elementwise_inline_asm(
+        f"{instruction}.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[out],
+    )
+    return y
+
+
+class Program(NamedTuple):
+    """What a program computes with."""
+
+    queries: Span
+    keys: Span
+    scale: float
+
 
 def dot(left: Array, right: Array) -> Array:
     """A product of matrices in bfloat16 or TF32, summed in float32."""
@@ -95,12 +133,24 @@ def operand(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def fine(left: Array, right: Array) -> Array:
-    """The product of an operand with float32, which is two operands if products are in bfloat16."""
-    high = right.astype(left.dtype)
-    product = dot(left, high)
-    if left.dtype == jnp.bfloat16:
-        product += dot(left, (right - high.astype(f32)).astype(left.dtype))
+    """The product of float32 with an operand; if that is in bfloat16, float32 is two of them."""
+    high = left.astype(right.dtype)
+    product = dot(high, right)
+    if right.dtype == jnp.bfloat16:
+        product += dot((left - high.astype(f32)).astype(right.dtype), right)
     return product
+
+
+def times(left: Float[Array, "r n"], numbers: Float[Array, " n"]) -> Float[Array, " r"]:
+    """The product of an operand with float32 numbers, which are two columns exact in bfloat16.
+
+    A sum over a row would convert each element of the operand to float32 first.
+    """
+    high = numbers.astype(jnp.bfloat16).astype(f32)
+    column = jax.lax.broadcasted_iota(jnp.int32, (numbers.size, 16), 1)
+    columns = jnp.where(column == 0, high[:, None], (numbers - high)[:, None])
+    columns = jnp.where(column < 2, columns, 0.0)
+    return jnp.sum(dot(left, columns.astype(left.dtype)), axis=1)
 
 
 def token_exponents(x: Operands, key: Array, i, keys: Span, scale: float) -> Float[Array, " s"]:
@@ -123,12 +173,12 @@ def no_keys(x: Operands) -> State:
     return State(jnp.full(m, -jnp.inf, f32), jnp.zeros(m, f32), jnp.zeros((m, width), f32))
 
 
-def fold(state: State, exponents: Float[Array, "m s"], value: Float[Array, "s v"]) -> State:
-    """The state after these keys."""
+def fold(keys: Span, state: State, exponents: Float[Array, "m s"], value: Array) -> State:
+    """The state after these keys, with values (s, v)."""
     c = jnp.maximum(state.maximum, jnp.max(exponents, axis=1))  # (m,)
-    earlier = jnp.exp(state.maximum - finite(c))
-    f = jnp.exp(exponents - finite(c)[:, None]).astype(value.dtype)
-    s = state.normaliser * earlier + jnp.sum(f.astype(f32), axis=1)
+    earlier = keys.exp(state.maximum - finite(c))
+    f = keys.exp(exponents - finite(c)[:, None]).astype(value.dtype)
+    s = state.normaliser * earlier + times(f, jnp.ones(keys.block, f32))
     return State(c, s, state.numerator * earlier[:, None] + dot(f, value))
 
 
@@ -138,22 +188,24 @@ def fold_keys(x: Operands, keys: Span, scale: float) -> State:
     def step(i, state):
         key = keys.read(x.key, i)
         exponents = key_exponents(x, key, token_exponents(x, key, i, keys, scale))
-        return fold(state, exponents, keys.read(x.value, i))
+        return fold(keys, state, exponents, keys.read(x.value, i))
 
     return keys.each(step, no_keys(x))
 
 
-def look_up(x: Operands, state: State, output, queries: Span) -> None:
-    """Write the output of all queries of the program."""
+def look_up(x: Operands, state: State, output, log, queries: Span) -> None:
+    """Write the output of all queries of the program, and L if there is a reference for it."""
     c, s, z = state
     z = z.astype(operand(output.dtype))
 
     def step(i, _):
         exponents = dot(queries.read(x.query, i), x.w_query[...].T) + c[None]  # x (t, m)
         largest = finite(jnp.max(exponents, axis=1))  # r (t,)
-        e = jnp.exp(exponents - largest[:, None]).astype(z.dtype)
-        d = jnp.sum(e.astype(f32) * s[None], axis=1)
+        e = queries.exp(exponents - largest[:, None]).astype(z.dtype)
+        d = times(e, s)
         queries.write(output, i, dot(e, z) / jnp.where(d == 0, 1.0, d)[:, None])
+        if log is not None:
+            queries.write(log, i, jnp.where(d == 0, jnp.inf, largest + queries.log(d)))
         return _
 
     queries.each(step)
@@ -164,33 +216,31 @@ def no_weights(*refs) -> Any:
     return jax.tree.map(lambda ref: jnp.zeros(ref.shape, f32), refs)
 
 
-def add_weights(sums, tokens: Array, of_exponents: Float[Array, "s m"]) -> Any:
+def add_weights(sums, tokens: Array, of_exponents: Float[Array, "m s"]) -> Any:
     """Add the gradients of frequencies and of weights of features from these tokens."""
     w, *bias = sums
     if w is not None:
-        w += dot(of_exponents.T.astype(tokens.dtype), tokens)
-    return w, *(y if y is None else y + jnp.sum(of_exponents, axis=0) for y in bias)
+        w += dot(of_exponents.astype(tokens.dtype), tokens)
+    return w, *(y if y is None else y + jnp.sum(of_exponents, axis=1) for y in bias)
 
 
-def from_queries(x: Operands, state: State, gradient, grads: Operands, queries: Span):
+def from_queries(x: Operands, state: State, log, gradient, grads: Operands, queries: Span):
     """Write the gradients of all queries of the program; return ds and dz."""
     c, s, z = state
 
     def step(i, sums):
         (ds, dz), weights = sums
         query, g = queries.read(x.query, i), queries.read(gradient, i)
-        exponents = dot(query, x.w_query[...].T) + c[None]  # x (t, m)
-        p = jnp.exp(exponents - finite(jnp.max(exponents, axis=1))[:, None])
-        d = jnp.sum(p * s[None], axis=1)
-        p = p / jnp.where(d == 0, 1.0, d)[:, None]  # s^T p = 1
-        u = fine(g, z.T)  # (t, m)
-        a = jnp.sum(p * u, axis=1)  # (t,)
-        dx = p * (u - s[None] * a[:, None])
-        queries.write(grads.query, i, dot(dx.astype(query.dtype), x.w_query[...]))
+        L = queries.read(log, i, jnp.inf)
+        p = queries.exp(dot(x.w_query[...], query.T) + c[:, None] - L[None])  # s^T p = 1
+        u = fine(z, g.T)  # (m, t)
+        a = jnp.sum(p * u, axis=0)  # (t,)
+        dx = p * (u - s[:, None] * a[None])
+        queries.write(grads.query, i, dot(x.w_query[...].T, dx.astype(query.dtype)).T)
         weights = add_weights(weights, query, dx)
         # Past the last query g and a are 0.
-        ds -= jnp.sum(p * a[:, None], axis=0)
-        return (ds, dz + dot(p.T.astype(g.dtype), g)), weights
+        ds -= jnp.sum(p * a[None], axis=1)
+        return (ds, dz + dot(p.astype(g.dtype), g)), weights
 
     zeros = (jnp.zeros_like(s), jnp.zeros_like(z)), no_weights(grads.w_query)
     sums, weights = queries.each(step, zeros)
@@ -203,24 +253,20 @@ def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Span, scale: float)
 
     def step(i, weights):
         key, value = keys.read(x.key, i), keys.read(x.value, i)
-        # (s, m), not (m, s) as in `key_exponents`: dl below is the left operand of products.
-        exponents = dot(key, x.w_key[...].T)
-        exponents += token_exponents(x, key, i, keys, scale)[:, None]
-        if x.feature_bias is not None:
-            exponents += x.feature_bias[...][None]
-        f = jnp.exp(exponents - finite(c)[None])
-        dl = f * (fine(value, dz.T) + ds[None])
+        exponents = key_exponents(x, key, token_exponents(x, key, i, keys, scale))
+        f = keys.exp(exponents - finite(c)[:, None])
+        dl = f * (fine(dz, value.T) + ds[:, None])
         write_key(x, i, key, dl, grads, keys, scale)
-        keys.write(grads.value, i, dot(f.astype(value.dtype), dz.astype(value.dtype)))
+        keys.write(grads.value, i, dot(dz.astype(value.dtype).T, f.astype(value.dtype)).T)
         return add_weights(weights, key, dl)
 
     of_weights = grads.w_key, grads.feature_bias
     put(of_weights, keys.each(step, no_weights(*of_weights)))
 
 
-def write_key(x: Operands, i, key, dl: Float[Array, "s m"], grads, keys: Span, scale) -> None:
+def write_key(x: Operands, i, key, dl: Float[Array, "m s"], grads, keys: Span, scale) -> None:
     """Write the gradients of keys and of their log-weights, from the gradients of exponents."""
-    dk, total = dot(dl.astype(key.dtype), x.w_key[...]), jnp.sum(dl, axis=1)
+    dk, total = dot(x.w_key[...].T, dl.astype(key.dtype)).T, jnp.sum(dl, axis=0)
     keys.write(grads.key, i, dk - scale * key.astype(f32) * total[:, None])
     if grads.log_weights is not None:
         keys.write(grads.log_weights, i, total)
@@ -232,10 +278,10 @@ class Chunk(NamedTuple):
     query: Float[Array, "t h"]
     key: Float[Array, "s h"]
     value: Float[Array, "s v"]
-    y: Float[Array, "t m"]
+    y: Float[Array, "m t"]
     exponents: Float[Array, "m s"]
     A: Float[Array, "m s"]
-    B: Float[Array, "t m"]
+    B: Float[Array, "m t"]
     near: Float[Array, "t s"]
     """e^{M - F} up to a factor of each query, the same as in the weights."""
     weights: Float[Array, "t s"]
@@ -248,132 +294,137 @@ def chunk(x: Operands, i, tokens: Span, scale: float) -> Chunk:
     """The i-th chunk, stabilised as in `sweep`."""
     query, key, value = (tokens.read(ref, i) for ref in (x.query, x.key, x.value))
     exponents = key_exponents(x, key, token_exponents(x, key, i, tokens, scale))
-    y, dtype = dot(query, x.w_query[...].T), query.dtype
-    mu, nu = jnp.max(exponents, axis=0), jnp.max(y, axis=1)  # (s,), (t,)
-    A = jnp.exp(exponents - finite(mu)[None]).astype(dtype)
-    B = jnp.exp(y - nu[:, None]).astype(dtype)
+    y, dtype = dot(x.w_query[...], query.T), query.dtype
+    mu, nu = jnp.max(exponents, axis=0), jnp.max(y, axis=0)  # (s,), (t,)
+    A = tokens.exp(exponents - finite(mu)[None]).astype(dtype)
+    B = tokens.exp(y - nu[None]).astype(dtype)
     t, s = (jax.lax.broadcasted_iota(jnp.int32, (tokens.block,) * 2, axis) for axis in (0, 1))
     M = jnp.where(s <= t, mu[None], -jnp.inf)  # (t, s)
     largest = jnp.max(M, axis=1)
-    near = jnp.exp(M - finite(largest)[:, None])
-    weights = (dot(B, A) + TINY) * near
+    near = tokens.exp(M - finite(largest)[:, None])
+    weights = (dot(B.T, A) + TINY) * near
     total = jnp.sum(weights, axis=1)
     lost = (total < LOST) & (largest > -jnp.inf)
     total = jnp.where(total == 0, 1.0, total)
-    maximum = jnp.where(lost, LAST, nu + largest + jnp.log(total))
-    near, weights = near / total[:, None], weights / total[:, None]
+    maximum = jnp.where(lost, LAST, nu + largest + tokens.log(total))
+    inverse = (1 / total)[:, None]
+    near, weights = near * inverse, weights * inverse
     return Chunk(query, key, value, y, exponents, A, B, near, weights, maximum)
 
 
-def _forward(x, output, *, scale, lengths, block):
-    queries, keys = (Span(length, block) for length in lengths)
-    look_up(x, fold_keys(x, keys, scale), output, queries)
+def _forward(program: Program, x, output, log):
+    look_up(x, fold_keys(x, program.keys, program.scale), output, log, program.queries)
 
 
-def _keys(x, out, *, scale, lengths, block, span):
-    put(out, fold_keys(x, here(lengths[1], span, block), scale))
+def _keys(program: Program, x, out):
+    put(out, fold_keys(x, program.keys, program.scale))
 
 
-def _queries(x, state, output, *, scale, lengths, block, span):
-    look_up(x, get(state), output, here(lengths[0], span, block))
+def _queries(program: Program, x, state, output, log):
+    look_up(x, get(state), output, log, program.queries)
 
 
-def _backward(x, gradient, grads, *, scale, lengths, block):
-    queries, keys = (Span(length, block) for length in lengths)
-    state = fold_keys(x, keys, scale)
-    ds, dz = from_queries(x, state, gradient, grads, queries)
-    from_keys(x, state.maximum, ds, dz, grads, keys, scale)
+def _backward(program: Program, x, log, gradient, grads):
+    state = fold_keys(x, program.keys, program.scale)
+    ds, dz = from_queries(x, state, log, gradient, grads, program.queries)
+    from_keys(x, state.maximum, ds, dz, grads, program.keys, program.scale)
 
 
-def _queries_backward(x, state, gradient, grads, sums, *, scale, lengths, block, span):
-    queries = here(lengths[0], span, block)
-    put(sums, from_queries(x, get(state), gradient, grads, queries))
+def _queries_backward(program: Program, x, state, log, gradient, grads, sums):
+    put(sums, from_queries(x, get(state), log, gradient, grads, program.queries))
 
 
-def _keys_backward(x, c, sums, grads, *, scale, lengths, block, span):
-    ds, dz = get(sums)
-    from_keys(x, c[...], ds, dz, grads, here(lengths[1], span, block), scale)
+def _keys_backward(program: Program, x, c, sums, grads):
+    from_keys(x, c[...], *get(sums), grads, program.keys, program.scale)
 
 
-def _causal(x, before, output, *, scale, lengths, block, span):
-    tokens, dtype = here(lengths[0], span, block), operand(output.dtype)
+def _causal(program: Program, x, before, output, log):
+    tokens, dtype = program.queries, operand(output.dtype)
 
     def step(i, state):
         c, s, z = state
-        y = chunk(x, i, tokens, scale)
+        y = chunk(x, i, tokens, program.scale)
         # One softmax over the features, for keys before the chunk, and over the keys of the chunk.
-        exponents = y.y + c[None]
-        largest = finite(jnp.maximum(jnp.max(exponents, axis=1), y.maximum))
-        e = jnp.exp(exponents - largest[:, None]).astype(dtype)
-        near = (y.weights * jnp.exp(y.maximum - largest)[:, None]).astype(dtype)
-        d = jnp.sum(e.astype(f32) * s[None], axis=1) + jnp.sum(near.astype(f32), axis=1)
+        exponents = y.y + c[:, None]
+        largest = finite(jnp.maximum(jnp.max(exponents, axis=0), y.maximum))
+        e = tokens.exp(exponents - largest[None]).astype(dtype).T
+        near = (y.weights * tokens.exp(y.maximum - largest)[:, None]).astype(dtype)
+        d = times(e, s) + jnp.sum(near.astype(f32), axis=1)
         out = dot(e, z.astype(dtype)) + dot(near, y.value)
         tokens.write(output, i, out / jnp.where(d == 0, 1.0, d)[:, None])
-        return fold(state, y.exponents, y.value)
+        if log is not None:
+            tokens.write(log, i, jnp.where(d == 0, jnp.inf, largest + tokens.log(d)))
+        return fold(tokens, state, y.exponents, y.value)
 
     tokens.each(step, no_keys(x) if before is None else get(before))
 
 
-def _causal_queries_backward(
-    x, before, gradient, grads, logs, maxima, sums, *, scale, lengths, block, span
-):
-    tokens = here(lengths[0], span, block)
-    first = no_keys(x) if before is None else get(before)
+def _causal_queries_backward(program: Program, x, before, log, gradient, grads, a_ref, maxima):
+    tokens = program.queries
 
     def step(i, carry):
-        state, (ds, dz), weights = carry
+        state, weights = carry
         c, s, z = state
         maxima[i] = c
-        y, g = chunk(x, i, tokens, scale), tokens.read(gradient, i)
-        dtype, exponents = g.dtype, y.y + c[None]
-        largest = finite(jnp.maximum(jnp.max(exponents, axis=1), y.maximum))
-        p, share = jnp.exp(exponents - largest[:, None]), jnp.exp(y.maximum - largest)
-        d = jnp.sum(p * s[None], axis=1) + share
-        inverse = 1 / jnp.where(d == 0, 1.0, d)
-        p, share = p * inverse[:, None], share * inverse  # share: of the chunk in the output
-        u, r = fine(g, z.T), dot(g, y.value.T)
-        a = jnp.sum(p * u, axis=1) + jnp.sum(y.weights * r, axis=1) * share
+        g, y = tokens.read(gradient, i), chunk(x, i, tokens, program.scale)
+        dtype, L = g.dtype, tokens.read(log, i, jnp.inf)
+        u, r = fine(z, g.T), dot(g, y.value.T)
+        p, share = tokens.exp(y.y + c[:, None] - L[None]), tokens.exp(y.maximum - L)
+        a = jnp.sum(p * u, axis=0) + jnp.sum(y.weights * r, axis=1) * share
         D = (y.near * share[:, None] * (r - a[:, None])).astype(dtype)
-        dy = p * (u - s[None] * a[:, None]) + y.B.astype(f32) * dot(D, y.A.T)
-        tokens.write(grads.query, i, dot(dy.astype(dtype), x.w_query[...]))
+        dy = p * (u - s[:, None] * a[None]) + y.B.astype(f32) * dot(y.A, D.T)
+        tokens.write(grads.query, i, dot(x.w_query[...].T, dy.astype(dtype)).T)
         weights = add_weights(weights, y.query, dy)
-        L = jnp.where(d == 0, jnp.inf, largest + jnp.log(d))
-        for ref, value in zip(logs, (L, a), strict=True):
-            tokens.write(ref, i, value)
-        p = p * jnp.exp(first.maximum - finite(c))[None]  # relative to c before the span
-        ds, dz = ds - jnp.sum(p * a[:, None], axis=0), dz + dot(p.T.astype(dtype), g)
-        return fold(state, y.exponents, y.value), (ds, dz), weights
+        tokens.write(a_ref, i, a)
+        return fold(tokens, state, y.exponents, y.value), weights
 
-    zeros = jnp.zeros_like(first.normaliser), jnp.zeros_like(first.numerator)
-    _, *totals = tokens.each(step, (first, zeros, no_weights(grads.w_query)))
-    put((sums, (grads.w_query,)), totals)
+    first = no_keys(x) if before is None else get(before)
+    put((grads.w_query,), tokens.each(step, (first, no_weights(grads.w_query)))[1])
 
 
-def _causal_keys_backward(x, maxima, logs, gradient, sums, grads, *, scale, lengths, block, span):
-    tokens = here(lengths[0], span, block)
+def _causal_sums(program: Program, x, c, logs, gradient, sums):
+    tokens, c = program.queries, c[...]
+
+    def step(i, sums):
+        ds, dz = sums
+        L, a, g = (
+            tokens.read(logs[0], i, jnp.inf),
+            tokens.read(logs[1], i),
+            tokens.read(gradient, i),
+        )
+        exponents = dot(x.w_query[...], tokens.read(x.query, i).T) + c[:, None] - L[None]
+        p = tokens.exp(exponents).astype(g.dtype)
+        return ds - times(p, a), dz + dot(p, g)
+
+    put(sums, tokens.each(step, tuple(jnp.zeros(ref.shape, f32) for ref in sums)))
+
+
+def _causal_keys_backward(program: Program, x, maxima, logs, gradient, later, grads):
+    tokens = program.keys
     last = tokens.steps - 1
+    first = no_keys(x)[1:] if later is None else get(later)
 
     def step(i, sums):
         i, ((ds, dz), weights) = last - i, sums
-        c, y, g = maxima[i], chunk(x, i, tokens, scale), tokens.read(gradient, i)
-        # Past the last token L and a read 0: `real` drops what they would weigh.
-        (L, a), real, dtype = (tokens.read(ref, i) for ref in logs), tokens.real(i), g.dtype
-        share = jnp.where(real, jnp.exp(y.maximum - L), 0.0)[:, None]
+        c, y, g = maxima[i], chunk(x, i, tokens, program.scale), tokens.read(gradient, i)
+        L, a, dtype = tokens.read(logs[0], i, jnp.inf), tokens.read(logs[1], i), g.dtype
+        share = tokens.exp(y.maximum - L)[:, None]
         D = (y.near * share * (dot(g, y.value.T) - a[:, None])).astype(dtype)
         after = finite(jnp.maximum(c, jnp.max(y.exponents, axis=1)))
-        f = jnp.exp(y.exponents - after[:, None])
-        dl = f * (fine(y.value, dz.T).T + ds[:, None]) + y.A.astype(f32) * dot(y.B.T, D)
-        write_key(x, i, y.key, dl.T, grads, tokens, scale)
-        weights = add_weights(weights, y.key, dl.T)
-        dv = dot(f.T.astype(dtype), dz.astype(dtype))
-        tokens.write(grads.value, i, dv + dot((y.weights * share).astype(dtype).T, g))
-        p = jnp.where(real[:, None], jnp.exp(y.y + c[None] - L[:, None]), 0.0)
-        earlier = jnp.exp(c - after)  # z after the chunk is z before it times this, plus its keys
-        ds = ds * earlier - jnp.sum(p * a[:, None], axis=0)
-        return (ds, dz * earlier[:, None] + dot(p.T.astype(dtype), g)), weights
+        f = tokens.exp(y.exponents - after[:, None])
+        dl = f * (fine(dz, y.value.T) + ds[:, None]) + y.A.astype(f32) * dot(y.B, D)
+        write_key(x, i, y.key, dl, grads, tokens, program.scale)
+        weights = add_weights(weights, y.key, dl)
+        dv = dot(dz.astype(dtype).T, f.astype(dtype)) + dot(g.T, (y.weights * share).astype(dtype))
+        tokens.write(grads.value, i, dv.T)
+        p = tokens.exp(y.y + c[:, None] - L[None]).astype(dtype)
+        earlier = tokens.exp(
+            c - after
+        )  # z after the chunk is z before it times this, plus its keys
+        return (ds * earlier - times(p, a), dz * earlier[:, None] + dot(p, g)), weights
 
     of_weights = grads.w_key, grads.feature_bias
-    put(of_weights, tokens.each(step, (get(sums), no_weights(*of_weights)))[1])
+    put(of_weights, tokens.each(step, (first, no_weights(*of_weights)))[1])
 
 
 SCHEDULE = {
@@ -385,14 +436,11 @@ SCHEDULE = {
     _keys_backward: (BLOCK, 4, 2),
     _causal: (BLOCK // 2, 4, 2),
     _causal_queries_backward: (BLOCK // 2, 8, 2),
+    _causal_sums: (BLOCK, 4, 3),
     _causal_keys_backward: (BLOCK // 2, 8, 3),
 }
-"""Tokens of a step, warps of a program and stages of its pipeline: the fastest tried on an H200."""
-
-
-def here(length: int, span: int, block: int) -> Span:
-    """The tokens of the program's span."""
-    return Span(jnp.minimum(length - pl.program_id(2) * span, span), block)
+"""Tokens of a step, warps of a program and stages of its pipeline: few instructions for a token,
+and registers of an H100 that suffice (`_backward` spills 124 bytes)."""
 
 
 def get(refs):
@@ -464,9 +512,16 @@ def call(kernel, settings: Kernel, lengths, ins, outs, span: int | None = None):
     )
     # Inside `jax.shard_map` results vary over the axes of the arguments.
     varies = jax.typeof(jax.tree.leaves(arrays)[0]).manual_axis_type
-    options = dict(scale=settings.scale, lengths=lengths, block=block)
+
+    def program(*refs):
+        counts = lengths
+        if span:
+            counts = (jnp.minimum(x - pl.program_id(2) * span, span) for x in lengths)
+        spans = (Span(count, block, settings.interpret) for count in counts)
+        kernel(Program(*spans, settings.scale), *refs)
+
     return pl.pallas_call(
-        partial(kernel, **options, **({"span": span} if span else {})),
+        program,
         grid=(batch, heads, -(-longest // span) if span else 1),
         in_specs=in_specs,
         out_specs=out_specs,
@@ -495,24 +550,26 @@ def states(x: Operands, settings: Kernel, lengths, cut: tuple[int, int]) -> Stat
 
 
 def forward(x: Arguments, settings: Kernel, residuals: bool):
-    """The output (b, t, n, v), and states for the backward pass, if there are several spans."""
-    del residuals  # they cost nothing
+    """The output (b, t, n, v), and for the backward pass the states and L (b, n, t)."""
     y = operands_of(x, settings.scale)
     (b, t, n, _), s, k = y.query.shape, *y.key.shape[1:3]
     output = Piece(Out((b, t, n, y.value.shape[3]), y.value.dtype), "tokens")
-    run, cut = partial(call, settings=settings, lengths=(t, s)), spans(max(t, s), b * n)
+    log = Piece(Out((b, n, t), f32), "scalars") if residuals else None
+    run = partial(call, settings=settings, lengths=(t, s), outs=(output, log))
+    cut = spans(max(t, s), b * n)
     if settings.is_causal:
-        earlier = before(states(y, settings, (t, s), cut)) if cut[0] > 1 else None
-        ins = operands(y), pieces(earlier, "states")
-        return run(_causal, ins=ins, outs=(output,), span=cut[1])[0], earlier
-    if cut[0] == 1:
-        return run(_forward, ins=(operands(y),), outs=(output,))[0], None
-    state = total(states(y, settings, (t, s), spans(s, b * k)))
-    ins = operands(query_operands(y)), pieces(state, "state")
-    return run(_queries, ins=ins, outs=(output,), span=spans(t, b * n)[1])[0], state
+        state = before(states(y, settings, (t, s), cut)) if cut[0] > 1 else None
+        output, log = run(_causal, ins=(operands(y), pieces(state, "states")), span=cut[1])
+    elif cut[0] == 1:
+        state, (output, log) = None, run(_forward, ins=(operands(y),))
+    else:
+        state = total(states(y, settings, (t, s), spans(s, b * k)))
+        ins = operands(query_operands(y)), pieces(state, "state")
+        output, log = run(_queries, ins=ins, span=spans(t, b * n)[1])
+    return output, (state, log)
 
 
-def backward(x: Arguments, state: Any, gradient: Array, settings: Kernel, wanted) -> Arguments:
+def backward(x: Arguments, residuals: Any, gradient: Array, settings: Kernel, wanted) -> Arguments:
     """Gradients of the arguments; 0 if not wanted."""
     y, pull = jax.vjp(partial(operands_of, scale=settings.scale), x)
     (b, t, n, _), s, k = y.query.shape, *y.key.shape[1:3]
@@ -523,26 +580,28 @@ def backward(x: Arguments, state: Any, gradient: Array, settings: Kernel, wanted
     def sums(count):
         return pieces([Out((b, n, count, *shape), f32) for shape in ((m,), (m, width))], "states")
 
-    g = Piece(gradient, "tokens")
+    state, log, g = residuals[0], Piece(residuals[1], "scalars"), Piece(gradient, "tokens")
     if settings.is_causal:
         chunks = span // SCHEDULE[_causal_queries_backward][0]
-        logs = pieces((Out((b, n, t), f32),) * 2, "scalars")
         maxima = Piece(Out((b, n, count, chunks, m), f32), "states")
-        ins = operands(y), pieces(state, "states"), g
-        outs = query_operands(requested(n, count)), logs, maxima, sums(count)
-        got, logs, maxima, by_span = run(_causal_queries_backward, ins=ins, outs=outs, span=span)
-        ins = operands(y), Piece(maxima, "states"), pieces(logs, "scalars"), g
+        ins = operands(y), pieces(state, "states"), log, g
+        outs = query_operands(requested(n, count)), Piece(Out((b, n, t), f32), "scalars"), maxima
+        got, a, maxima = run(_causal_queries_backward, ins=ins, outs=outs, span=span)
+        logs, later = (log, Piece(a, "scalars")), None
         if state is not None:
-            state = State(*(jnp.repeat(z, n // k, axis=1) for z in state))
-        ins = *ins, pieces(after(state, *by_span), "states")
+            c = state.maximum
+            ins = operands(query_operands(y)), Piece(c, "states"), logs, g
+            (by_span,) = run(_causal_sums, ins=ins, outs=(sums(count),), span=span)
+            later = pieces(after(jnp.repeat(c, n // k, axis=1), *by_span), "states")
+        ins = operands(y), Piece(maxima, "states"), logs, g, later
         outs = (key_operands(requested(n, count)),)
         (others,) = run(_causal_keys_backward, ins=ins, outs=outs, span=span)
     elif count == 1:
-        (got,) = run(_backward, ins=(operands(y), g), outs=(requested(n, 1),))
+        (got,) = run(_backward, ins=(operands(y), log, g), outs=(requested(n, 1),))
         others = got
     else:
         (parts, span_t), (key_parts, span_s) = spans(t, b * n), spans(s, b * k)
-        ins = operands(query_operands(y)), pieces(state, "state"), g
+        ins = operands(query_operands(y)), pieces(state, "state"), log, g
         outs = query_operands(requested(n, parts)), sums(parts)
         got, by_span = run(_queries_backward, ins=ins, outs=outs, span=span_t)
         by_head = [by_group(jnp.sum(z, axis=2), 1, k) for z in by_span]
@@ -639,11 +698,12 @@ def before(states: State) -> State:
     return State(*map(shifted, until, (-jnp.inf, 0.0, 0.0)))
 
 
-def after(before: State | None, ds: Array, dz: Array) -> tuple[Array, Array]:
-    """[dz ds] of the state after each span, from the sums over the queries of each span."""
-    if before is None:
-        return jnp.zeros_like(ds), jnp.zeros_like(dz)
-    c = jnp.moveaxis(before.maximum, 2, 0)  # (spans, b, n, m)
+def after(c: Array, ds: Array, dz: Array) -> tuple[Array, Array]:
+    """[dz ds] of the state after each span, from the sums over the queries of each span.
+
+    Sums are relative to c (b, n, spans, m), the maxima before each span.
+    """
+    c = jnp.moveaxis(c, 2, 0)  # (spans, b, n, m)
     weights = jnp.exp(c - finite(jnp.concatenate([c[1:], c[-1:]])))
 
     def step(later, span):
