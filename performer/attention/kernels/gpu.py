@@ -24,7 +24,7 @@ on a CPU. What a move to Mosaic GPU would take stands in docs/developing.md.
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -133,12 +133,14 @@ def operand(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def fine(left: Array, right: Array) -> Array:
-    """The product of float32 with an operand; if that is in bfloat16, float32 is two of them."""
-    high = left.astype(right.dtype)
-    product = dot(high, right)
-    if right.dtype == jnp.bfloat16:
-        product += dot((left - high.astype(f32)).astype(right.dtype), right)
-    return product
+    """A product of operands with float32, which is two operands if products are in bfloat16."""
+    dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+
+    def parts(x):
+        high = x.astype(dtype)
+        return (high,) if x.dtype == dtype else (high, (x - high.astype(f32)).astype(dtype))
+
+    return reduce(jnp.add, (dot(x, y) for x in parts(left) for y in parts(right)))
 
 
 def times(left: Float[Array, "r n"], numbers: Float[Array, " n"]) -> Float[Array, " r"]:
@@ -153,18 +155,19 @@ def times(left: Float[Array, "r n"], numbers: Float[Array, " n"]) -> Float[Array
     return jnp.sum(dot(left, columns.astype(left.dtype)), axis=1)
 
 
-def token_exponents(x: Operands, key: Array, i, keys: Span, scale: float) -> Float[Array, " s"]:
-    """The part of the exponents l that all features of a key share; -inf past the last key."""
-    out = -scale / 2 * jnp.sum(key.astype(f32) ** 2, axis=1)
+def key_exponents(
+    x: Operands, key: Array, i, keys: Span, scale: float, by_token: bool = False
+) -> Float[Array, "m s"]:
+    """l, a column for each key, -inf past the last; or a row for each, (s, m)."""
+    shared = -scale / 2 * jnp.sum(key.astype(f32) ** 2, axis=1)  # (s,)
     if x.log_weights is not None:
-        out += keys.read(x.log_weights, i)
-    return jnp.where(keys.real(i), out, -jnp.inf)
-
-
-def key_exponents(x: Operands, key: Array, shared: Array) -> Float[Array, "m s"]:
-    """l, a column for each key."""
-    out = dot(x.w_key[...], key.T) + shared[None]
-    return out if x.feature_bias is None else out + x.feature_bias[...][:, None]
+        shared += keys.read(x.log_weights, i)
+    shared = jnp.where(keys.real(i), shared, -jnp.inf)
+    w, features = x.w_key[...], int(by_token)  # axis of the features
+    out = dot(key, w.T) if by_token else dot(w, key.T)
+    out += jnp.expand_dims(shared, features)
+    bias = x.feature_bias
+    return out if bias is None else out + jnp.expand_dims(bias[...], 1 - features)
 
 
 def no_keys(x: Operands) -> State:
@@ -187,7 +190,7 @@ def fold_keys(x: Operands, keys: Span, scale: float) -> State:
 
     def step(i, state):
         key = keys.read(x.key, i)
-        exponents = key_exponents(x, key, token_exponents(x, key, i, keys, scale))
+        exponents = key_exponents(x, key, i, keys, scale)
         return fold(keys, state, exponents, keys.read(x.value, i))
 
     return keys.each(step, no_keys(x))
@@ -253,23 +256,27 @@ def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Span, scale: float)
 
     def step(i, weights):
         key, value = keys.read(x.key, i), keys.read(x.value, i)
-        exponents = key_exponents(x, key, token_exponents(x, key, i, keys, scale))
-        f = keys.exp(exponents - finite(c)[:, None])
-        dl = f * (fine(dz, value.T) + ds[:, None])
-        write_key(x, i, key, dl, grads, keys, scale)
-        keys.write(grads.value, i, dot(dz.astype(value.dtype).T, f.astype(value.dtype)).T)
-        return add_weights(weights, key, dl)
+        # (s, m), not (m, s): keys and values are rows where they are written.
+        exponents = key_exponents(x, key, i, keys, scale, by_token=True)
+        f = keys.exp(exponents - finite(c)[None])
+        dl = f * (fine(value, dz.T) + ds[None])
+        dk = dot(dl.astype(key.dtype), x.w_key[...])
+        write_key(i, key, dk, jnp.sum(dl, axis=1), grads, keys, scale)
+        keys.write(grads.value, i, dot(f.astype(value.dtype), dz.astype(value.dtype)))
+        return add_weights(weights, key, dl.T)
 
     of_weights = grads.w_key, grads.feature_bias
     put(of_weights, keys.each(step, no_weights(*of_weights)))
 
 
-def write_key(x: Operands, i, key, dl: Float[Array, "m s"], grads, keys: Span, scale) -> None:
-    """Write the gradients of keys and of their log-weights, from the gradients of exponents."""
-    dk, total = dot(x.w_key[...].T, dl.astype(key.dtype)).T, jnp.sum(dl, axis=0)
-    keys.write(grads.key, i, dk - scale * key.astype(f32) * total[:, None])
+def write_key(i, key: Array, dk: Array, dl: Float[Array, " s"], grads, keys: Span, scale) -> None:
+    """Write the gradients of keys and of their log-weights.
+
+    dk is that through the products with frequencies; dl are sums over the features.
+    """
+    keys.write(grads.key, i, dk - scale * key.astype(f32) * dl[:, None])
     if grads.log_weights is not None:
-        keys.write(grads.log_weights, i, total)
+        keys.write(grads.log_weights, i, dl)
 
 
 class Chunk(NamedTuple):
@@ -293,7 +300,7 @@ class Chunk(NamedTuple):
 def chunk(x: Operands, i, tokens: Span, scale: float) -> Chunk:
     """The i-th chunk, stabilised as in `sweep`."""
     query, key, value = (tokens.read(ref, i) for ref in (x.query, x.key, x.value))
-    exponents = key_exponents(x, key, token_exponents(x, key, i, tokens, scale))
+    exponents = key_exponents(x, key, i, tokens, scale)
     y, dtype = dot(x.w_query[...], query.T), query.dtype
     mu, nu = jnp.max(exponents, axis=0), jnp.max(y, axis=0)  # (s,), (t,)
     A = tokens.exp(exponents - finite(mu)[None]).astype(dtype)
@@ -413,7 +420,8 @@ def _causal_keys_backward(program: Program, x, maxima, logs, gradient, later, gr
         after = finite(jnp.maximum(c, jnp.max(y.exponents, axis=1)))
         f = tokens.exp(y.exponents - after[:, None])
         dl = f * (fine(dz, y.value.T) + ds[:, None]) + y.A.astype(f32) * dot(y.B, D)
-        write_key(x, i, y.key, dl, grads, tokens, program.scale)
+        dk = dot(x.w_key[...].T, dl.astype(dtype)).T
+        write_key(i, y.key, dk, jnp.sum(dl, axis=0), grads, tokens, program.scale)
         weights = add_weights(weights, y.key, dl)
         dv = dot(dz.astype(dtype).T, f.astype(dtype)) + dot(g.T, (y.weights * share).astype(dtype))
         tokens.write(grads.value, i, dv.T)
@@ -433,14 +441,14 @@ SCHEDULE = {
     _queries: (BLOCK, 4, 3),
     _backward: (BLOCK // 2, 4, 2),
     _queries_backward: (BLOCK // 2, 4, 3),
-    _keys_backward: (BLOCK, 4, 2),
+    _keys_backward: (BLOCK, 4, 1),
     _causal: (BLOCK // 2, 4, 2),
     _causal_queries_backward: (BLOCK // 2, 8, 2),
     _causal_sums: (BLOCK, 4, 3),
     _causal_keys_backward: (BLOCK // 2, 8, 3),
 }
 """Tokens of a step, warps of a program and stages of its pipeline: few instructions for a token,
-and registers of an H100 that suffice (`_backward` spills 124 bytes)."""
+and few spilled registers on an H100, or none."""
 
 
 def get(refs):
