@@ -132,7 +132,7 @@ def performer_attention_fn(
         dropout_rng: ignored.
         dropout_rate: must be 0 unless deterministic.
         deterministic: no dropout.
-        dtype: dtype of the computation; that of the inputs if None.
+        dtype: dtype of the computation; by default the dtype of the inputs.
         precision: ignored; products are always exact.
         module: module that sows the estimated attention matrix as `attention_weights`, in quadratic
             time (the layer's `sow_weights=True`).

@@ -70,7 +70,7 @@ class Sample(NamedTuple):
     queries: Bool[Array, "b t"]
     keys: Bool[Array, "b s"]
     segments: Int[Array, "b t"] | None = None
-    """Number of each token's sequence where several are packed: tokens see those of their own."""
+    """Number of each token's sequence if several are packed: tokens attend to their own."""
 
     @classmethod
     def of(cls, query: Float[Array, "b t n h"], key: Float[Array, "b s k h"]) -> "Sample":
@@ -398,7 +398,7 @@ def transfer(
         sample: of the layer, its first axis the examples; one of eight is held out.
         steps: at most.
         is_causal: query i sees the keys up to i.
-        rate: that of the first step; it falls as half a cosine.
+        rate: learning rate of the first step; it falls as half a cosine.
         examples: of a step, at most.
 
     Example:
@@ -456,8 +456,8 @@ def refine_far(
 ) -> Far:
     """Move the features `LEARNED` towards a lower error of attention, near pairs exact.
 
-    A head whose squared error with them is not below that of its near pairs alone gets the weight
-    -inf: on the held-out examples no head is worse than its window.
+    A head whose squared error with them is not below the error of its near pairs alone gets the
+    weight -inf: on the held-out examples no head is worse than its window.
 
     Args:
         far: start, with small frequencies, such as `START` times a draw.

@@ -150,7 +150,7 @@ def cases_of(
         num_features: numbers of features; the largest is the run's, if any is given.
         refine_steps: steps of a further case and of the run, if not 0.
         exact_window: windows; the largest is the run's.
-        same: fields of `Block` and of `Case` that are those of all.
+        same: fields of `Block` and of `Case` that are the same in all cases.
     """
     both = {name: same.pop(name) for name in ("exact_keys", "exact_rows")}
 

@@ -246,7 +246,7 @@ def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
 
 
 def _form(opened: Image.Image, image: bytes) -> tuple[str | None, bytes]:
-    """Return the format of an image, and its bytes: those of the first image of an MPO file."""
+    """Return the format of an image and its bytes, of an MPO file the bytes of the first image."""
     if opened.format == "MPO":
         size = opened.mpinfo[0xB002][0]["Size"]  # pyright: ignore[reportAttributeAccessIssue]
         return "JPEG", image[:size] if image[size - 2 : size] == END_OF_JPEG else image

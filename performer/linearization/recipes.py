@@ -48,7 +48,7 @@ REACH = 4
 3 to 5 (docs, "Results")."""
 
 ENOUGH = 8
-"""Held-out examples with which their error is compared with that of others."""
+"""Held-out examples that suffice to compare two errors."""
 SQUARE = "it requires as many queries as keys"
 UNORDERED = "it requires attention without causality, segments and ALiBi"
 REQUIRES = dict(exact_window=SQUARE, exact_first=SQUARE, exact_keys=UNORDERED, exact_rows=UNORDERED)
@@ -277,7 +277,7 @@ def _calibrated(key: PRNGKeyArray, layer: Layer, recipe: Recipe, options: Option
 def _errors(
     estimate: Callable[..., Array], parameters: Any, fixed: Any, sample: Sample, is_causal: bool
 ) -> tuple[Array, Array]:
-    """The attention error, mean over heads, and that of the first row."""
+    """The attention error of all rows and of the first row, means over heads."""
 
     def sums(example):
         one = jax.tree.map(lambda x: x[None], example)

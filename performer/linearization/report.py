@@ -80,7 +80,7 @@ class Report:
 
     @property
     def is_sensitive(self) -> bool:
-        """True if many outputs are other ones, though attention is near that of the model."""
+        """True if many outputs changed, although the attention error is small."""
         small = self.linear and self.mean_error <= LOSSES[0][0]
         return bool(small and self.change is not None and self.change.same < SAME)
 

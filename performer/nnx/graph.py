@@ -83,7 +83,7 @@ class GraphAttention(nnx.Module):
         *,
         key_mask: ArrayLike | None = None,
     ) -> Float[Array, "*b nodes d"]:
-        """Attend; a `mask` is used in place of that of the layer.
+        """Attend; a `mask` replaces the mask of the layer.
 
         Args:
             x: values at the nodes.

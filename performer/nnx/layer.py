@@ -49,8 +49,8 @@ class PerformerAttention(nnx.Module):
         num_features: m, number of frequencies per head; 0 for the pairs of an `exact_window` alone.
         head_dim: width of one head's queries and keys.
         coupling: name of a coupling, as of `performer.couplings.get`, or a hashable coupling.
-        num_heads: number of heads with independent draws: that of the layer or, for grouped heads,
-            `num_kv_heads`. None shares one draw.
+        num_heads: number of heads with independent draws: all heads of the layer or, for grouped
+            heads, `num_kv_heads`. None shares one draw.
         redraw_every: steps between new draws by `redraw`; 0 for never.
         calibration: method of `performer.calibration`, as "none", "shift", "shift+scale" or "full".
             It is fitted for each head if `num_heads` is given, which must then be the number of key

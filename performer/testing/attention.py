@@ -295,7 +295,7 @@ def _gradients(fn: AttentionFn, case: Case, feature_map: Any) -> None:
             ends.append(np.sum(np.sin(output) * weight))
         slope, gradient = (ends[0] - ends[1]) / (2 * step), np.asarray(gradients[i], np.float64)
         got, size = np.vdot(gradient, along), np.linalg.norm(gradient)
-        assert np.isfinite(got), f"gradients: that of the {name} is not finite"
+        assert np.isfinite(got), f"gradients: the gradient of the {name} is not finite"
         assert abs(got - slope) <= 2e-4 * max(size, abs(slope)), (
             f"gradients: the derivative along a direction of the {name} is {got:.6g}, the"
             f" reference has {slope:.6g}"
@@ -440,7 +440,7 @@ def assert_attention_error(
         options: keywords of `analysis.attention_error`, such as `is_causal` and `exact_keys`.
 
     Raises:
-        AssertionError: with the error, its standard error and that of uniform attention.
+        AssertionError: with the error, its standard error and the error of uniform attention.
 
     Example:
         >>> performer.testing.assert_attention_error(

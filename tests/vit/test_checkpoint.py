@@ -195,5 +195,5 @@ def test_a_disk_that_is_full_is_an_error_and_earlier_checkpoints_stay(tmp_path):
         env=os.environ | {"PYTHONPATH": "."},
     )
     assert "SaveError a checkpoint could not be written" in done.stdout, done.stderr
-    assert "Complete are those of steps [1]" in done.stdout
+    assert "The checkpoints of steps [1] are complete" in done.stdout
     assert restored(tmp_path) == 1

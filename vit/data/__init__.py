@@ -37,7 +37,7 @@ from vit.data.sources import forms
 from vit.run import buckets, devices
 
 Batch = dict[str, Any]
-"""Arrays by name, NumPy or JAX: those of the examples, and for evaluation `mask`."""
+"""Arrays of the examples by name, NumPy or JAX; for evaluation also `mask`."""
 
 THREADS = 16
 """Threads of each worker that read records: more than cores, since they wait for storage."""

@@ -49,7 +49,7 @@ def table(
         rows: lines of the csv, with the same names.
         path: path without a suffix.
         text: conclusion below the table of the markdown.
-        shown: lines of that table; those of the csv if None.
+        shown: lines of the table of the markdown; by default the lines of the csv.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(rows[0])

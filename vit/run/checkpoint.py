@@ -102,7 +102,7 @@ def open_checkpoints(workdir: Path, keep_every: int = 0) -> Checkpoints:
     """Open the checkpoints of a run to save more; close with `finish`, or use them in a `with`.
 
     A checkpoint appears under its final name when it is complete. Unfinished ones are removed, and
-    old ones except the last `KEEP`, that of the best evaluation and those at multiples of
+    old ones except the last `KEEP`, the one of the best evaluation and the ones at multiples of
     `keep_every` steps.
     """
     workdir.mkdir(parents=True, exist_ok=True)
@@ -161,9 +161,9 @@ def _failing_as_save_error(checkpoints: Checkpoints) -> Iterator[None]:
     except Exception as error:
         raise SaveError(
             f"a checkpoint could not be written to {checkpoints.workdir / 'checkpoints'}:"
-            f" {type(error).__name__}: {' '.join(str(error).split())[:500]}. Complete are those of"
-            f" steps {found(checkpoints.workdir)}. Fix the cause (is the disk full?); the same"
-            " command resumes from the last of them"
+            f" {type(error).__name__}: {' '.join(str(error).split())[:500]}. The checkpoints"
+            f" of steps {found(checkpoints.workdir)} are complete. Fix the cause (is the disk full?); the"
+            " same command resumes from the last of them"
         ) from error
 
 

@@ -45,7 +45,7 @@ def append(path: Path, line: str) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the name of the file to an OSError in the block: that of a full disk has none."""
+    """Add the name of the file to an OSError in the block: the error of a full disk has none."""
     try:
         yield
     except OSError as error:

@@ -54,7 +54,7 @@ def optimizer(
     Args:
         optim: section of the config.
         rate: step -> learning rate.
-        distances: those of a `Task`, for `optim.layer_decay`: updates of a parameter are
+        distances: `distances` of a `Task`, for `optim.layer_decay`: updates of a parameter are
             multiplied by decay^distance.
     """
 

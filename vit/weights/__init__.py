@@ -1,7 +1,7 @@
 """Published encoders: files of weights and the JSON next to them.
 
-A file .safetensors is that of transformers (`hugging_face`) or of timm; .npz is `google`. Nothing
-here runs what a file contains: pickles (.bin, .pth, .pt) are refused.
+A .safetensors file is of transformers (`hugging_face`) or timm; an .npz file is of `google`.
+Nothing here runs what a file contains: pickles (.bin, .pth, .pt) are refused.
 """
 
 from pathlib import Path

@@ -98,7 +98,7 @@ class Span(NamedTuple):
 def approximate(instruction: str, x: Array) -> Array:
     """The result of an instruction of the GPU, exact to 2^-22.
 
-    `jnp.exp` has nine instructions, which were a third of those of a kernel.
+    `jnp.exp` has nine instructions, which were a third of a kernel.
     """
     out = Out(x.shape, x.dtype)
     (y,) = plt.elementwise_inline_asm(

@@ -142,7 +142,7 @@ def path(call: Call, platform: str) -> str:
 
 
 def kernel_of(call: Call, platform: str) -> Kernel:
-    """The kernel of a call that has one, for a platform; on a CPU that of a TPU, to be exported."""
+    """The kernel of a call that has one; on a CPU the kernel for TPUs, to be exported."""
     on = kernels_for(platform)
     heads, block = (0, 0) if on == "cuda" else heads_and_block(call) or (0, 0)
     return Kernel(call.estimate.scale, call.pairs.is_causal, heads, block, on, bool(INTERPRET))

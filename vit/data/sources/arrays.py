@@ -2,8 +2,8 @@
 
 IDX: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-... alike, each plain or as .gz. npz:
 arrays `images` (n, height, width[, 1 or 3]) and `labels` (n,) of integers or text, or `x` and `y`;
-`train_images`, `x_test`, ... for splits; `class_names` if the labels are integers and have names,
-those of each file.
+`train_images`, `x_test`, ... for splits; `class_names` of each file if the labels are
+integers and have names.
 """
 
 import gzip

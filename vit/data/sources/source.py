@@ -112,7 +112,7 @@ def column_of_labels(path: Path, columns: Sequence[str], named: str) -> str:
     """
     there = ", ".join(columns)
     if named and named not in columns:
-        raise ValueError(f"--labels_column={named}: that of {path} is one of {there}")
+        raise ValueError(f"--labels_column={named}: {path} has the columns {there}")
     usual = [column for column in columns if column.lower() in LABELS]
     likely = [named] if named else usual or columns
     if len(likely) != 1:
