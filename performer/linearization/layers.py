@@ -97,9 +97,9 @@ def head_errors(sample: Sample, attention: Linear, is_causal: bool = False) -> H
     "attention error" is |A^ - A|^2 / |A|^2, "standard error" the error of its mean over heads, over
     the examples. Three are the same error of other rows or estimates: "first row" of the first
     query, "exact pairs alone" of a window without features (NaN if there is none), and "uniform
-    attention" of a mean over all keys. "|q|^2" and "|k|^2" are means after the factor sqrt(scale) each, and
-    "keys attended to" is e to the mean entropy of a row of A. Matrices of one example exist at a
-    time.
+    attention" of a mean over all keys. "|q|^2" and "|k|^2" are means after the factor sqrt(scale)
+    each, and "keys attended to" is e to the mean entropy of a row of A. Matrices of one example
+    exist at a time.
     """
     groups, window = sample.query.shape[2] // sample.key.shape[2], attention.exact.window > 0
     alone = Linear(None, exact=attention.exact._replace(keys=0))

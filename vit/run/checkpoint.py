@@ -162,8 +162,8 @@ def _failing_as_save_error(checkpoints: Checkpoints) -> Iterator[None]:
         raise SaveError(
             f"a checkpoint could not be written to {checkpoints.workdir / 'checkpoints'}:"
             f" {type(error).__name__}: {' '.join(str(error).split())[:500]}. The checkpoints"
-            f" of steps {found(checkpoints.workdir)} are complete. Fix the cause (is the disk full?);"
-            " the same command resumes from the last of them"
+            f" of steps {found(checkpoints.workdir)} are complete. Fix the cause (is the disk"
+            " full?); the same command resumes from the last of them"
         ) from error
 
 
