@@ -156,6 +156,22 @@ def test_gradients_on_a_gpu(is_causal, spans, dtype, monkeypatch):
         assert distance(x, y) < TOLERANCE[dtype]
 
 
+def test_gradients_of_long_keys_on_a_gpu(monkeypatch):
+    """Of norm 200: exponents of 2e4 have few digits, but the weights of a query sum to 1.
+
+    With these weights as they come from the forward pass, a distance is 1.2e-3.
+    """
+    monkeypatch.setattr(which, "INTERPRET", "cuda")
+    *tokens, frequencies = inputs(150, 150, n=2, m=64, h=32)
+    query, key = (200 * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in tokens[:2])
+    args = query, key, tokens[2], frequencies
+    gradient = jnp.ones((*query.shape[:3], tokens[2].shape[-1]))
+    got = gradients(partial(performer_attention, implementation=PALLAS), *args, gradient=gradient)
+    want = gradients(performer_attention, *args, gradient=gradient)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert distance(x, y) < 6e-4
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_float16_on_a_gpu(is_causal, monkeypatch):
     """Outputs and gradients as near to float64 as rounding the results; sums exceed float16."""

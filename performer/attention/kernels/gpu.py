@@ -235,7 +235,9 @@ def from_queries(x: Operands, state: State, log, gradient, grads: Operands, quer
         (ds, dz), weights = sums
         query, g = queries.read(x.query, i), queries.read(gradient, i)
         L = queries.read(log, i, jnp.inf)
-        p = queries.exp(dot(x.w_query[...], query.T) + c[:, None] - L[None])  # s^T p = 1
+        p = queries.exp(dot(x.w_query[...], query.T) + c[:, None] - L[None])
+        d = jnp.sum(p * s[:, None], axis=0)  # 1, but for rounding: large exponents have few digits
+        p = p * (1 / jnp.where(d == 0, 1.0, d))[None]
         u = fine(z, g.T)  # (m, t)
         a = jnp.sum(p * u, axis=0)  # (t,)
         dx = p * (u - s[:, None] * a[None])
