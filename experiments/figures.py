@@ -92,7 +92,7 @@ OWN: dict[str, harness.Row] = {
     "graphs/scale/graph_scale": scale.FIGURES["graph_scale"],
     "imagenette/curves": dict(
         x="epoch",
-        y={"accuracy": "accuracy (3,925 photographs)", "loss": "loss (nats)"},
+        y={"accuracy": "accuracy", "loss": "loss (nats)"},
         change=lambda rows: [
             row | {"line": row["attention"] + f", seed {row['seed']}" * (row["seed"] > 0)}
             for row in rows
