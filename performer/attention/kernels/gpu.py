@@ -1,7 +1,7 @@
 """Attention in kernels for NVIDIA GPUs (Pallas on Triton): features never leave the chip.
 
-The sums and symbols are the same as in `tpu`. Tokens are rows and stay where they are in memory: a
-program has one head of one batch entry. `Operands` are query (b, t, n, h), key (b, s, k, h), value
+The sums and symbols are the same as in `tpu`. Tokens stay where they are in memory: a program has
+one head of one batch entry. `Operands` are query (b, t, n, h), key (b, s, k, h), value
 (b, s, k, v), W_q and W_k (k, m, h), log-weights of features (k, m) and of keys (b, k, s); the last
 four may have one head for all.
 
@@ -14,9 +14,10 @@ the spans before it. The backward pass goes forwards for the gradients of querie
 c before each chunk, and backwards for the gradients of keys and values. If there are several spans,
 a kernel in between sums [dz ds] over the queries of each.
 
-The instructions of a step decide the time (docs/results/speed.md). So features are rows and tokens
-columns, except where queries are read: products then have m rows, and the matrix instructions of
-Hopper take 64. The forward pass leaves L for the backward pass.
+The instructions of a step decide the time (docs/results/speed.md). So features are rows, tokens
+columns: products have m rows, and the matrix instructions of Hopper take 64. In `look_up` and
+`from_keys` tokens are rows, of which a step has 64. The forward pass leaves L, the logarithm of the
+normaliser of each query, for the backward pass.
 
 Triton is the back end: it compiles for Ampere and Hopper, by JAX 0.10 to 0.12, and is interpreted
 on a CPU. What a move to Mosaic GPU would take stands in docs/developing.md.
