@@ -16,8 +16,8 @@ a kernel in between sums [dz ds] over the queries of each.
 
 The instructions of a step decide the time (docs/results/speed.md). So features are rows, tokens
 columns: products have m rows, and the matrix instructions of Hopper take 64. In `look_up` and
-`from_keys` tokens are rows, of which a step has 64. The forward pass leaves L, the logarithm of the
-normaliser of each query, for the backward pass.
+`from_keys` tokens are rows, of which a step has up to 64. The forward pass leaves L, the logarithm
+of the normaliser of each query, for the backward pass.
 
 Triton is the back end: it compiles for Ampere and Hopper, by JAX 0.10 to 0.12, and is interpreted
 on a CPU. What a move to Mosaic GPU would take stands in docs/developing.md.
