@@ -442,7 +442,7 @@ def test_the_column_of_classes_is_named(tmp_path):
     assert forms.read(tmp_path, "class").class_names == ["x"]
     for column, message in [
         ("", "which column .*--labels_column=NAME; .* label, class"),
-        ("nam", "--labels_column=nam: that of .* is one of label, class"),
+        ("nam", "--labels_column=nam: .* has the columns label, class"),
     ]:
         with pytest.raises(ValueError, match=message):
             forms.read(tmp_path, column)
