@@ -335,7 +335,7 @@ def _print(line: str) -> None:
 
 
 def _check(query, key, value, coupling, m, options) -> None:
-    """Check shapes and sizes; tracing the op checks those of attention. Raises ValueError."""
+    """Check shapes and sizes, also by tracing the op; raises ValueError."""
     if m < (0 if options["exact_window"] else 1):
         raise ValueError(f"num_features must be at least 1 without exact_window, got {m}")
     if key.shape[:-3] != query.shape[:-3] or not query.size:

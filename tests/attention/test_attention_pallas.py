@@ -157,7 +157,7 @@ def test_gradients_on_a_gpu(is_causal, spans, dtype, monkeypatch):
 
 
 def test_gradients_of_long_keys_on_a_gpu(monkeypatch):
-    """Of norm 200: exponents of 2e4 have few digits, but the weights of a query sum to 1.
+    """Keys of norm 200: exponents of 2e4 have few digits, but the weights of a query sum to 1.
 
     With these weights as they come from the forward pass, a distance is 1.2e-3.
     """

@@ -113,7 +113,7 @@ def approximate(instruction: str, x: Array) -> Array:
 
 
 class Program(NamedTuple):
-    """What a program computes with."""
+    """Tokens of a program, and the scale of products."""
 
     queries: Span
     keys: Span
