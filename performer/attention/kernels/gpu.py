@@ -345,7 +345,8 @@ def _queries_backward(program: Program, x, state, log, gradient, grads, sums):
 
 
 def _keys_backward(program: Program, x, c, sums, grads):
-    from_keys(x, c[...], *get(sums), grads, program.keys, program.scale)
+    ds, dz = get(sums)
+    from_keys(x, c[...], ds, dz, grads, program.keys, program.scale)
 
 
 def _causal(program: Program, x, before, output, log):
@@ -528,8 +529,8 @@ def call(kernel, settings: Kernel, lengths, ins, outs, span: int | None = None):
         counts = lengths
         if span:
             counts = (jnp.minimum(x - pl.program_id(2) * span, span) for x in lengths)
-        spans = (Span(count, block, settings.interpret) for count in counts)
-        kernel(Program(*spans, settings.scale), *refs)
+        queries, keys = (Span(count, block, settings.interpret) for count in counts)
+        kernel(Program(queries, keys, settings.scale), *refs)
 
     return pl.pallas_call(
         program,
