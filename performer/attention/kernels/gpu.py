@@ -511,7 +511,7 @@ def operands(x: Operands) -> Operands:
 
 
 def call(kernel, settings: Kernel, lengths, ins, outs, span: int | None = None):
-    """Run a kernel; return the arrays of `outs`. Its arguments are references to the parts."""
+    """Run a kernel on a `Program` and references to the parts; return the arrays of `outs`."""
     block, warps, stages = SCHEDULE[kernel]
     leaf = dict(is_leaf=lambda x: isinstance(x, Piece))
     tokens = [x for x in jax.tree.leaves((ins, outs), **leaf) if x.kind == "tokens"]
