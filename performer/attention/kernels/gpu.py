@@ -430,9 +430,8 @@ def _causal_keys_backward(program: Program, x, maxima, logs, gradient, later, gr
         dv = dot(dz.astype(dtype).T, f.astype(dtype)) + dot(g.T, (y.weights * share).astype(dtype))
         tokens.write(grads.value, i, dv.T)
         p = tokens.exp(y.y + c[:, None] - L[None]).astype(dtype)
-        earlier = tokens.exp(
-            c - after
-        )  # z after the chunk is z before it times this, plus its keys
+        # z after the chunk is z before it times `earlier`, plus its keys.
+        earlier = tokens.exp(c - after)
         return (ds * earlier - times(p, a), dz * earlier[:, None] + dot(p, g)), weights
 
     of_weights = grads.w_key, grads.feature_bias
