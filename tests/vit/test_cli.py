@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
+import performer
 from vit.config import cli
 
 
@@ -12,6 +14,13 @@ def test_an_unknown_program(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["performer-vit", "trian"])
     with pytest.raises(SystemExit, match="unknown command of performer-vit: 'trian'.*'train'"):
         cli.vit()
+
+
+def test_the_version(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["performer-vit", "--version"])
+    cli.vit()
+    expected = f"performer-jax {performer.__version__}, jax {version('jax')}"
+    assert capsys.readouterr().out.strip() == expected
 
 
 PROGRAM = """

@@ -150,7 +150,7 @@ def test_what_cannot_be_loaded_is_named(digits_run, tmp_path):
     assert vit.load(digits_run[0], step=2).step == 2
     with pytest.raises(ValueError, match="has no checkpoint of step 7, but of 2, 3"):
         vit.load(digits_run[0], step=7)
-    with pytest.raises(ValueError, match=r"holds no run \(no config.json\)"):
+    with pytest.raises(ValueError, match=r"no run \(no config.json\); train one with .*--config="):
         vit.load(tmp_path / "none")
     workdir = shutil.copytree(digits_run[0], tmp_path / "old")
     (workdir / "task.json").unlink()

@@ -8,6 +8,7 @@ import runpy
 import shlex
 import shutil
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,6 +66,8 @@ def programs(package: str) -> dict[str, tuple[str, str]]:
 def run(script: str, found: dict[str, tuple[str, str]]) -> None:
     """Run the program named by the first argument, as `python -m` would; without one list them.
 
+    --version prints the versions of this library and of JAX.
+
     Args:
         script: name of the console script.
         found: its programs, as returned by `programs`.
@@ -74,6 +77,9 @@ def run(script: str, found: dict[str, tuple[str, str]]) -> None:
         width = max(map(len, found))
         print("\n".join(f"{script} {name:{width}}  {line}" for name, (_, line) in found.items()))
         print(f"\n{script} NAME --help lists the flags of a program.")
+        return
+    if words == ["--version"]:
+        print(f"performer-jax {version('performer-jax')}, jax {version('jax')}")
         return
     name = words.pop(0)
     if name not in found:

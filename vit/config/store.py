@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from performer.choices import unknown
+from vit.config.cli import command
 from vit.config.fields import SECTIONS, Block, Config, blocks, flatten
 from vit.config.rules import check_fields
 from vit.run import files
@@ -97,7 +98,8 @@ def of_run(workdir: Path) -> Config:
     """
     path = workdir / "config.json"
     if not path.exists():
-        raise ValueError(f"{workdir} holds no run (no config.json); train one with vit.train")
+        train = command("train", config="CONFIG", workdir=workdir)
+        raise ValueError(f"{workdir} holds no run (no config.json); train one with {train}")
     return load(path)
 
 
