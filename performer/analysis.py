@@ -145,11 +145,11 @@ class Recommendation:
     def __str__(self) -> str:
         """The result, and the numbers that explain it."""
         keys = f" with {self.exact_keys} exact keys" if self.exact_keys else ""
-        found = f"{self.num_features} features of {self.coupling}{keys} are enough."
+        verdict = f"{self.num_features} features of {self.coupling}{keys} are enough."
         if self.num_features is None:
-            found = f"No number of features up to {self.most} is enough with {self.coupling}."
+            verdict = f"No number of features up to {self.most} is enough with {self.coupling}."
         return (
-            f"{found}\n"
+            f"{verdict}\n"
             f"  relative attention error  {self.error:.3g} with {self.most}, at most"
             f" {self.tolerance:g} is asked for\n"
             f"  of uniform attention      {self.uniform:.3g}\n"
@@ -304,8 +304,8 @@ def recommend(
         show(f"{line}, {tolerance:g} is asked for")
         if mean <= tolerance:
             break
-    of_tokens = (options.get(name) for name in ("calibration", "scale", "mask"))
-    lengths = _squared_lengths(*_tokens(query, key, None, *of_tokens))
+    token_options = (options.get(name) for name in ("calibration", "scale", "mask"))
+    lengths = _squared_lengths(*_tokens(query, key, None, *token_options))
     return Recommendation(
         num_features=m if mean <= tolerance else None,
         exact_keys=f if mean <= tolerance else None,
@@ -384,8 +384,8 @@ def _squared_lengths(tokens, exists, calibration) -> np.ndarray:
 
     query, key = transform_queries(calibration, tokens[0]), transform_keys(calibration, tokens[1])
     lengths = []
-    for x, y, seen in zip(np.asarray(query), np.asarray(key), exists, strict=True):
-        x, y = some(x), np.repeat(some(y[seen]), x.shape[1] // y.shape[1], axis=1)
+    for x, y, present in zip(np.asarray(query), np.asarray(key), exists, strict=True):
+        x, y = some(x), np.repeat(some(y[present]), x.shape[1] // y.shape[1], axis=1)
         squares = np.sum(x**2, axis=-1)[:, None] + np.sum(y**2, axis=-1)  # (t, s, n)
         lengths.append(np.ravel(squares + 2 * np.einsum("tnh,snh->tsn", x, y)))
     return np.concatenate(lengths)
@@ -440,7 +440,7 @@ def _measure(
 
         place = jnp.tile(jnp.arange(blocks * size).reshape(blocks, size), (n // k, 1))
 
-        def of_head(args):
+        def head_sums(args):
             head, keys, rows = args
             features = w[:, head], log_weights[:, head], None
             if chooses:
@@ -449,24 +449,24 @@ def _measure(
             block = partial(_block, keys, features, selected, t, is_causal)
             return jax.lax.map(lambda x: block(*x), (*rows, place))
 
-        of_keys = (
+        key_data = (
             *map(keys, (key, transform_keys(calibration, key), value)),
             jnp.repeat(exists, k, 0),
         )
-        of_rows = tuple(map(rows, (query, transform_queries(calibration, query), along)))
-        sums = jax.lax.map(of_head, (jnp.tile(jnp.arange(k), b), of_keys, of_rows))
+        row_data = tuple(map(rows, (query, transform_queries(calibration, query), along)))
+        sums = jax.lax.map(head_sums, (jnp.tile(jnp.arange(k), b), key_data, row_data))
     return jax.tree.map(lambda x: x.reshape(b, n, blocks, *x.shape[2:]).sum(2), sums)
 
 
 def _ranks(keys, query, exists, w, log_weights) -> Array:
     """Ranks (s,) of the keys by their estimated weights, the sums over queries (r, h)."""
-    _, key, _, of_keys = keys
+    _, key, _, key_exists = keys
     on_keys = key @ w.T - jnp.sum(key**2, axis=-1, keepdims=True) / 2 + log_weights
-    on_keys = jnp.where(of_keys[:, None], on_keys, -jnp.inf)
+    on_keys = jnp.where(key_exists[:, None], on_keys, -jnp.inf)
     on_queries = jnp.where(exists[:, None], query @ w.T, -jnp.inf)
     totals = jax.nn.logsumexp(on_queries + jax.nn.logsumexp(on_keys, axis=0), axis=-1)
-    of_features = jax.nn.logsumexp(on_queries - finite(totals)[:, None], axis=0)
-    return jnp.argsort(jnp.argsort(-jax.nn.logsumexp(on_keys + of_features, axis=-1)))
+    feature_weights = jax.nn.logsumexp(on_queries - finite(totals)[:, None], axis=0)
+    return jnp.argsort(jnp.argsort(-jax.nn.logsumexp(on_keys + feature_weights, axis=-1)))
 
 
 def _block(
@@ -474,20 +474,20 @@ def _block(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the rows of these queries, (r, h): those below t that have keys."""
     key, moved_key, value, exists = keys
-    seen = jnp.broadcast_to(exists, (len(place), len(key)))
+    allowed = jnp.broadcast_to(exists, (len(place), len(key)))
     if is_causal:
-        seen &= jnp.arange(len(key)) <= place[:, None]
+        allowed &= jnp.arange(len(key)) <= place[:, None]
         exists = exists & (jnp.arange(len(key)) <= jnp.max(place))  # later ones set no maximum
-    counts = (place < t) & jnp.any(seen, axis=-1)
+    counts = (place < t) & jnp.any(allowed, axis=-1)
 
     def squares(x):
         return jnp.sum(jnp.where(counts, jnp.sum(x**2, axis=-1), 0))
 
-    logits = jnp.where(seen, query @ key.T, -jnp.inf)
+    logits = jnp.where(allowed, query @ key.T, -jnp.inf)
     log_sum = finite(jax.nn.logsumexp(logits, axis=-1, keepdims=True))
     A = jnp.exp(logits - log_sum)
-    N = jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True, dtype=A.dtype), 1)
-    uniform = seen.astype(A.dtype) / N
+    N = jnp.maximum(jnp.sum(allowed, axis=-1, keepdims=True, dtype=A.dtype), 1)
+    uniform = allowed.astype(A.dtype) / N
     half_norms = jnp.sum(moved_key**2, axis=-1, keepdims=True) / 2
     offset = along - jnp.sum(moved_query**2, axis=-1, keepdims=True) / 2 - log_sum
 
@@ -499,12 +499,12 @@ def _block(
         on_queries = moved_query @ w.T + top_key  # (r, m)
         top = jnp.max(on_queries, axis=-1, keepdims=True)
         kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - finite(top_key)).T
-        kernel = jnp.where(seen, kernel, 0)
+        kernel = jnp.where(allowed, kernel, 0)
         if selected is not None:
             positions = jnp.arange(len(key))
             near = is_near(place, positions, positions, selected)
             near |= (place < selected.rows)[:, None]
-            near = seen & (near if ranks is None else near | (ranks < selected.keys))
+            near = allowed & (near if ranks is None else near | (ranks < selected.keys))
             exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)
             new = jnp.maximum(top, jnp.max(exact, axis=-1, keepdims=True))
             kernel = jnp.where(near, jnp.exp(exact - new), kernel * jnp.exp(top - new))
@@ -514,14 +514,14 @@ def _block(
         rho = total * jnp.exp(top + offset)
         change = estimate * rho - mean
         residual = jnp.sqrt(i / (i + 1)) * change
-        of_sum = jnp.sum(residual, axis=-1, keepdims=True)
+        row_errors = jnp.sum(residual, axis=-1, keepdims=True)
         return mean + change / (i + 1), {
             "attention": squares(estimate - A),
             "output": squares((estimate - A) @ value),
             "row_sum": squares(rho - 1),
             "variance": squares(jnp.sqrt(N) * residual),
-            "covariance": squares(of_sum),
-            "predicted": squares(residual - A * of_sum),  # VRC Eq. 45, corrected
+            "covariance": squares(row_errors),
+            "predicted": squares(residual - A * row_errors),  # VRC Eq. 45, corrected
         }
 
     earlier_draws = jnp.arange(len(features[0]), dtype=jnp.float32)

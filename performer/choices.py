@@ -95,11 +95,11 @@ def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
         if len(shape) != len(axes) or any(
             sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True)
         ):
-            wanted = ", ".join(f"{a} = {sizes[a]}" if a in sizes else a for a in axes)
+            expected = ", ".join(f"{a} = {sizes[a]}" if a in sizes else a for a in axes)
             column = (
                 f"; points on a line are {name}[:, None]" if len(shape) == 1 < len(axes) else ""
             )
-            raise ValueError(f"{name} must have the shape ({wanted}), got {shape}{column}")
+            raise ValueError(f"{name} must have the shape ({expected}), got {shape}{column}")
     with jax.ensure_compile_time_eval():
         return [array.astype(jnp.float64 if wide else jnp.float32) for array in arrays.values()]
 

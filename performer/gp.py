@@ -170,8 +170,8 @@ class GaussianProcess:
             for name in ("frequencies", "x", "y")
             if (array := getattr(self, name)) is not None
         }
-        parts = [f"kernel={self.kernel!r}", f"scales={self.scales}"]
-        return f"GaussianProcess({', '.join([*parts, *(f'{k} {v}' for k, v in shapes.items())])})"
+        fields = [f"kernel={self.kernel!r}", f"scales={self.scales}"]
+        return f"GaussianProcess({', '.join([*fields, *(f'{k} {v}' for k, v in shapes.items())])})"
 
     def predict(self, x: Num[ArrayLike, "k d"]) -> Gaussian:
         """Return the posterior of f at k points, or the prior before `fit`.
@@ -182,21 +182,21 @@ class GaussianProcess:
             ValueError: as `condition` and the kernel.
         """
         (new,) = finite_arrays(x=(x, "kd"))
-        seen, y = (new[:0], new[:0, 0]) if self.x is None or self.y is None else (self.x, self.y)
+        inputs, y = (new[:0], new[:0, 0]) if self.x is None or self.y is None else (self.x, self.y)
         *options, noise_scale = self.scales
         if self.frequencies is not None:
             phi, test_phi = (
-                _features(self.kernel, self.frequencies, a, *options) for a in (seen, new)
+                _features(self.kernel, self.frequencies, a, *options) for a in (inputs, new)
             )
             return condition_features(phi, test_phi, y, noise_scale)
-        gram = _gram(self.kernel, seen, seen, *options)
+        gram = _gram(self.kernel, inputs, inputs, *options)
         if gram.dtype == jnp.float32 and _rounding(gram, noise_scale) > 0.1:
-            data = (self.scales, seen, y, new)
+            data = (self.scales, inputs, y, new)
             with jax.enable_x64(True):
-                scales, seen, y, new = jax.tree.map(lambda a: np.asarray(a, np.float64), data)
-                precise = dataclasses.replace(self, scales=scales, x=seen, y=y).predict(new)
+                scales, inputs, y, new = jax.tree.map(lambda a: np.asarray(a, np.float64), data)
+                precise = dataclasses.replace(self, scales=scales, x=inputs, y=y).predict(new)
             return Gaussian(*(jnp.asarray(np.asarray(a), jnp.float32) for a in precise))
-        cross, test_gram = (_gram(self.kernel, new, a, *options) for a in (seen, new))
+        cross, test_gram = (_gram(self.kernel, new, a, *options) for a in (inputs, new))
         return condition(gram, cross, test_gram, y, noise_scale)
 
     def sample(

@@ -65,8 +65,12 @@ class Tabulated(Value):
         return at_nodes[cell] * jnp.exp(log_ratio)
 
     def __repr__(self) -> str:
-        law = self.log_quantile
-        return f"norms.matern({law.nu!r})" if isinstance(law, _LogMatern) else super().__repr__()
+        quantile = self.log_quantile
+        return (
+            f"norms.matern({quantile.nu!r})"
+            if isinstance(quantile, _LogMatern)
+            else super().__repr__()
+        )
 
 
 @lru_cache(maxsize=256)

@@ -283,9 +283,9 @@ def multiply_vertices(x: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
     i = np.arange(1, d + 1)
     a = np.sqrt((d + 1) / (d * (d - i + 2) * (d - i + 1)))
     below, at = (jnp.broadcast_to(y.astype(x.dtype), x.shape) for y in (a, (d - i + 1) * a))
-    before, own = jnp.cumsum(x * below, axis=-1), x * at
+    before, diagonal = jnp.cumsum(x * below, axis=-1), x * at
     zero = jnp.zeros_like(before[..., :1])
-    return jnp.concatenate([own, zero], axis=-1) - jnp.concatenate([zero, before], axis=-1)
+    return jnp.concatenate([diagonal, zero], axis=-1) - jnp.concatenate([zero, before], axis=-1)
 
 
 def _lengths(key: Key, d: int, reject: bool) -> Float[Array, " v"]:

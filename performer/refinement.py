@@ -79,10 +79,12 @@ class Sample(NamedTuple):
 
     def pairs(self, is_causal: bool) -> Bool[Array, "b 1 t s"]:
         """Mask of the keys that each query attends to."""
-        seen = self.queries[:, None, :, None] & self.keys[:, None, None]
+        allowed = self.queries[:, None, :, None] & self.keys[:, None, None]
         if self.segments is not None:
-            seen &= (self.segments[:, :, None] == self.segments[:, None])[:, None]
-        return seen & jnp.tri(*seen.shape[-2:], dtype=bool)[None, None] if is_causal else seen
+            allowed &= (self.segments[:, :, None] == self.segments[:, None])[:, None]
+        return (
+            allowed & jnp.tri(*allowed.shape[-2:], dtype=bool)[None, None] if is_causal else allowed
+        )
 
     def near(self, exact: Exact) -> Bool[Array, "#b 1 t s"]:
         """Mask of the pairs that a window makes exact, if both exist and see one another.
@@ -91,24 +93,24 @@ class Sample(NamedTuple):
         their numbers, and each has its own first keys.
         """
         query, key = (jnp.arange(x.shape[1], dtype=jnp.int32)[None] for x in self[:2])
-        of_segment = key
+        position = key
         if self.segments is not None:
             same = self.segments[:, :, None] == self.segments[:, None]
             earlier = same & jnp.tri(same.shape[1], k=-1, dtype=bool)
-            of_segment = jnp.sum(earlier, axis=-1, dtype=jnp.int32)
+            position = jnp.sum(earlier, axis=-1, dtype=jnp.int32)
             order = jnp.argsort(jnp.argsort(self.segments, stable=True))
             query = key = order.astype(jnp.int32)
-        return is_near(query, key, of_segment, exact)[:, None]
+        return is_near(query, key, position, exact)[:, None]
 
 
-def is_near(query: Any, key: Any, of_segment: Any, exact: Exact) -> Any:
+def is_near(query: Any, key: Any, position: Any, exact: Exact) -> Any:
     """Mask (..., t, s) of near pairs of queries (..., t) and keys (..., s) at these positions.
 
-    `of_segment` are positions of keys in their own sequence.
+    `position` are positions of keys in their own sequence.
     """
     query, key = (x // jnp.maximum(exact.window, 1) for x in (query, key))
     near = abs(query[..., :, None] - key[..., None, :]) <= 1
-    return (near | (of_segment < exact.first)[..., None, :]) & (exact.window > 0)
+    return (near | (position < exact.first)[..., None, :]) & (exact.window > 0)
 
 
 def traced(exact: Exact) -> Exact:
@@ -136,9 +138,9 @@ class Far(NamedTuple):
     With a weight of -inf only the window attends.
     """
 
-    of_query: Float[Array, "k m h"]
+    w_query: Float[Array, "k m h"]
     """w."""
-    of_key: Float[Array, "k m h"]
+    w_key: Float[Array, "k m h"]
     """u."""
     bias: Float[Array, "k m"]
     weight: Float[Array, " k"]
@@ -227,11 +229,16 @@ def positive_estimate(
         jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None] / 2 for x in (query, key)
     )
     w = jnp.broadcast_to(w, (sample.key.shape[2], *w.shape[-2:]))
-    of_query, of_key = _exponents(query, w) - half_query, _exponents(key, w) - half_key
+    query_exponents, key_exponents = (
+        _exponents(query, w) - half_query,
+        _exponents(key, w) - half_key,
+    )
     if bias is not None:
         bias = jnp.broadcast_to(bias, w.shape[:2])
-        of_key += jnp.repeat(bias, of_key.shape[1] // len(bias), axis=0)[None, :, None]
-    return _rows(_log_kernel(of_query, of_key), query, key, exact, sample, is_causal)
+        key_exponents += jnp.repeat(bias, key_exponents.shape[1] // len(bias), axis=0)[
+            None, :, None
+        ]
+    return _rows(_log_kernel(query_exponents, key_exponents), query, key, exact, sample, is_causal)
 
 
 def learned_estimate(
@@ -250,10 +257,10 @@ def learned_estimate(
             " are drawn from, because these are learned"
         )
     query, key = _scaled(sample, calibration)
-    of_query, of_key, bias, weight = (x.astype(query.dtype) for x in far)
+    w_query, w_key, bias, weight = (x.astype(query.dtype) for x in far)
     bias = bias + weight[:, None]
     bias = jnp.repeat(bias, query.shape[2] // len(bias), axis=0)[None, :, None]
-    kernel = _log_kernel(_exponents(query, of_query), _exponents(key, of_key) + bias)
+    kernel = _log_kernel(_exponents(query, w_query), _exponents(key, w_key) + bias)
     return _rows(kernel, query, key, exact, sample, is_causal)
 
 
@@ -271,14 +278,16 @@ def _exponents(x: Float[Array, "b t n h"], w: Float[Array, "k m h"]) -> Float[Ar
     return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest")
 
 
-def _log_kernel(of_query: Array, of_key: Array) -> Float[Array, "b n t s"]:
+def _log_kernel(query_exponents: Array, key_exponents: Array) -> Float[Array, "b n t s"]:
     """log (sum_j e^{a_j + b_j} / m), with the maxima over keys and over features taken out."""
-    largest = jax.lax.stop_gradient(finite(jnp.max(of_key, axis=-2, keepdims=True)))
-    towards = of_query + largest
+    largest = jax.lax.stop_gradient(finite(jnp.max(key_exponents, axis=-2, keepdims=True)))
+    towards = query_exponents + largest
     most = jax.lax.stop_gradient(jnp.max(towards, axis=-1, keepdims=True))
-    features = jnp.exp(towards - most), jnp.exp(of_key - largest)
-    kernel = jnp.einsum("bntm,bnsm->bnts", *features, precision="highest") / of_key.shape[-1]
-    some = jnp.any(jnp.isfinite(of_key), axis=(-2, -1), keepdims=True)  # not a weight of -inf
+    features = jnp.exp(towards - most), jnp.exp(key_exponents - largest)
+    kernel = jnp.einsum("bntm,bnsm->bnts", *features, precision="highest") / key_exponents.shape[-1]
+    some = jnp.any(
+        jnp.isfinite(key_exponents), axis=(-2, -1), keepdims=True
+    )  # not a weight of -inf
     return jnp.where(some, jnp.log(jnp.maximum(kernel, TINY)), -jnp.inf) + most
 
 
@@ -333,8 +342,8 @@ def calibrated_far(
     far_pairs = sample.pairs(is_causal) & ~sample.near(exact)
     moments = pair_moments(*sample[:2], mask=far_pairs, num_queries=64)
     calibration = fit(moments, method, coupling, exact.is_mixed)
-    _, of_key, log_weights = fold(calibration, frequencies)
-    far = Far.of(jnp.broadcast_to(of_key, frequencies.shape))
+    _, w_key, log_weights = fold(calibration, frequencies)
+    far = Far.of(jnp.broadcast_to(w_key, frequencies.shape))
     if log_weights is not None and calibration.root is not None:
         far = far._replace(bias=log_weights + log_determinant(calibration.root)[:, None])
     return far, calibration._replace(mean=None, root=None)
@@ -346,15 +355,15 @@ def absorbed(far: Far, calibration: Calibration) -> Far:
     With M and c of `performer.calibration`, w.(M q) + u.M^-1 (k - c) + q.c, an exponent that
     estimates q.k, is (M w + c).q + (M^-1 u).k - u.M^-1 c.
     """
-    of_query, of_key, bias, weight = far
-    heads = for_heads(calibration, len(of_key))
+    w_query, w_key, bias, weight = far
+    heads = for_heads(calibration, len(w_key))
     if heads.scale is not None:
-        of_query = jnp.einsum("kmx,kxy->kmy", of_query, heads.scale, precision="highest")
-        of_key = jnp.einsum("kmx,kxy->kmy", of_key, heads.inverse_scale, precision="highest")
+        w_query = jnp.einsum("kmx,kxy->kmy", w_query, heads.scale, precision="highest")
+        w_key = jnp.einsum("kmx,kxy->kmy", w_key, heads.inverse_scale, precision="highest")
     if heads.shift is not None:
-        shift = jnp.broadcast_to(heads.shift, of_key.shape[::2])[:, None]
-        of_query, bias = of_query + shift, bias - jnp.sum(of_key * shift, axis=-1)
-    return Far(of_query, of_key, bias, weight)
+        shift = jnp.broadcast_to(heads.shift, w_key.shape[::2])[:, None]
+        w_query, bias = w_query + shift, bias - jnp.sum(w_key * shift, axis=-1)
+    return Far(w_query, w_key, bias, weight)
 
 
 def row_squares(x: Float[Array, "b n t s"], pairs: Bool[Array, "b 1 t s"]) -> Float[Array, "b n t"]:
@@ -370,8 +379,8 @@ def squared(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Flo
 
 def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
     """Kullback-Leibler divergence of the rows of A^ from those of A, their mean, of each head."""
-    seen = pairs & (exact > 0)
-    exact, estimate = (jnp.where(seen, x, 1) for x in (exact, jnp.maximum(estimate, 1e-30)))
+    positive = pairs & (exact > 0)
+    exact, estimate = (jnp.where(positive, x, 1) for x in (exact, jnp.maximum(estimate, 1e-30)))
     rows = jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)
     return jnp.sum(exact * (jnp.log(exact) - jnp.log(estimate)), (0, 2, 3)) / rows
 
@@ -516,8 +525,8 @@ def at_least_near(
 
 def _losses(estimate, loss, is_causal, fixed, sample: Sample, trained) -> Float[Array, " k"]:
     exact = softmax_attention(sample, is_causal)
-    of_heads = loss(estimate(trained, fixed, sample, is_causal), exact, sample.pairs(is_causal))
-    return jnp.mean(of_heads.reshape(sample.key.shape[2], -1), axis=-1)
+    losses = loss(estimate(trained, fixed, sample, is_causal), exact, sample.pairs(is_causal))
+    return jnp.mean(losses.reshape(sample.key.shape[2], -1), axis=-1)
 
 
 def _mean_losses(

@@ -106,18 +106,18 @@ def kernel_mse(
         if features == "positive":
             t = np.sum((x + y) ** 2, axis=-1)
             log_factor = -2 * norms if kernel == "gaussian" else -norms
-            own = np.exp(t + log_factor) * np.expm1(t)
+            single = np.exp(t + log_factor) * np.expm1(t)
             signs = (1,)
         else:
             t = -np.sum((x - y) ** 2, axis=-1)
             log_factor = np.where(t == 0, 0.0, norms * (kernel == "softmax"))  # no error at t = 0
-            own = np.exp(log_factor) * np.expm1(t) ** 2 / 2
+            single = np.exp(log_factor) * np.expm1(t) ** 2 / 2
             signs = (1, -1)
         if m == 1:
-            return own
+            return single
         pairs = _mean_pair(coupling, t, d, m, signs, log_factor) - np.exp(t + log_factor)
-        error = own / m + (m - 1) / m * pairs
-    return np.where(np.isinf(own), own, error)[()]  # pairs are far below squares
+        error = single / m + (m - 1) / m * pairs
+    return np.where(np.isinf(single), single, error)[()]  # pairs are far below squares
 
 
 def pair_length_pdf(name: Literal["iid", "orf", "simrf"], r: ArrayLike, d: int) -> Array:
@@ -154,11 +154,11 @@ def _mean_pair(
     if m % 2:
         raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
     # [W, -W]: m ordered pairs of w and -w; else two rows of W, each sign twice.
-    own, half = np.mean([np.exp(f + (1 - s) * t) for s in signs], axis=0), m // 2
+    opposite, half = np.mean([np.exp(f + (1 - s) * t) for s in signs], axis=0), m // 2
     if half == 1:
-        return own
+        return opposite
     others = _mean_pair(coupling.coupling, t, d, half, (1, -1), f)
-    return (m * own + 4 * half * (half - 1) * others) / (m * (m - 1))
+    return (m * opposite + 4 * half * (half - 1) * others) / (m * (m - 1))
 
 
 def _mean_pair_of_blocks(

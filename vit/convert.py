@@ -99,7 +99,7 @@ def compare(
         ]
         metric = metric_of({name.removeprefix("eval_"): x for name, x in measured[0].items()})
         values = [each[f"eval_{metric}"] for each in measured]
-        parts = {
+        partial_values = {
             name.removeprefix("eval_"): float(np.mean([each[name] for each in measured]))
             for name in measured[0]
             if name.startswith(f"eval_{metric}_")
@@ -114,7 +114,7 @@ def compare(
             "m": m,
             metric: float(np.mean(values)),
             "standard error": float(spread),
-            **parts,
+            **partial_values,
             "attention error": float(np.mean(layers)),
             **{f"error layer {i}": float(e) for i, e in enumerate(layers)},
         }
@@ -126,11 +126,11 @@ def compare(
         alone = Block(num_features=0, calibration="none", exact_window=window)
         yield record("window alone", "", window, 0, replaced(Case(cases[0].coupling, alone))[0])
     for case in cases:
-        own = case.block
-        method = own.calibration + ", refined" * (case.refine_steps > 0)
+        block = case.block
+        method = block.calibration + ", refined" * (case.refine_steps > 0)
         models = [replaced(case._replace(seed=draw))[0] for draw in range(draws)]
-        m = own.num_features if case.is_sized else "by layer"
-        yield record(case.coupling, method, own.exact_window, m, *models)
+        m = block.num_features if case.is_sized else "by layer"
+        yield record(case.coupling, method, block.exact_window, m, *models)
 
 
 def cases_of(
@@ -168,8 +168,10 @@ def cases_of(
 
 def with_case(config: Config, case: Case) -> Config:
     """Return the config of a run with the attention of a case."""
-    own: Any = {name: x for name, x in case.block._asdict().items() if name != "transferred"}
-    return dataclasses.replace(config, attention=configs.Attention(coupling=case.coupling, **own))
+    fields: Any = {name: x for name, x in case.block._asdict().items() if name != "transferred"}
+    return dataclasses.replace(
+        config, attention=configs.Attention(coupling=case.coupling, **fields)
+    )
 
 
 def converted_config(
@@ -185,9 +187,9 @@ def converted_config(
         learning_rate: its peak learning rate.
     """
     config = with_case(dataclasses.replace(run.config, num_epochs=num_epochs), case)
-    found = conversion.blocks_of(run.task, new, case)
-    if found != configs.blocks(config):
-        config.attention.blocks = found
+    blocks = conversion.blocks_of(run.task, new, case)
+    if blocks != configs.blocks(config):
+        config.attention.blocks = blocks
     runs.length(config, run.dataset)
     config.optim = dataclasses.replace(
         config.optim,

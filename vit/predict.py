@@ -35,7 +35,7 @@ READERS = 8
 """Threads that decode pictures."""
 
 
-class Seen(NamedTuple):
+class Predicted(NamedTuple):
     """A picture and its most likely classes."""
 
     path: Path
@@ -51,15 +51,15 @@ def pictures(paths: Iterable[Path]) -> list[Path]:
     Raises:
         ValueError: for a path that does not exist, or without any picture.
     """
-    found = []
+    files = []
     for path in paths:
         buckets.check_local(path)
         if not path.exists():
             raise ValueError(f"{path} does not exist")
-        found += folders.pictures(path) if path.is_dir() else [path]
-    if not found:
+        files += folders.pictures(path) if path.is_dir() else [path]
+    if not files:
         raise ValueError(f"no pictures: give files, or folders with {', '.join(READ)} in them")
-    return found
+    return files
 
 
 def predict(
@@ -67,7 +67,7 @@ def predict(
     paths: Sequence[Path],
     top: int = 5,
     unreadable: Callable[[Path, Exception], Any] = lambda path, error: None,
-) -> Iterator[list[Seen]]:
+) -> Iterator[list[Predicted]]:
     """Yield batches of pictures with their most likely classes.
 
     Args:
@@ -90,25 +90,27 @@ def predict(
             if readable:
                 logits, _ = model.forward(np.stack([pixels for _, pixels in readable]))
                 tops = model.prediction(logits).top(top)
-            yield [Seen(*each, names) for each, names in zip(readable, tops, strict=True)]
+            yield [Predicted(*each, names) for each, names in zip(readable, tops, strict=True)]
 
 
-def draw_attention(model: use.Trained, seen: Sequence[Seen], folder: Path, start: int) -> None:
+def draw_attention(
+    model: use.Trained, batch: Sequence[Predicted], folder: Path, start: int
+) -> None:
     """Write a figure of the attention to each picture, numbered from `start`."""
     same = model.config.attention.kind == "softmax"
-    for number, (path, pixels, top) in enumerate(seen, start):
+    for number, (path, pixels, top) in enumerate(batch, start):
         maps = jax.tree.map(lambda x: x[0], rollout.maps(model.model, pixels[None]))
         title = f"{path.name}: {top[0][0]} {top[0][1]:.2f}"
         rollout.draw(pixels, title, maps, folder / f"{number:05d}_{path.stem}", same=same)
 
 
-def line(seen: Seen) -> str:
+def line(predicted: Predicted) -> str:
     """Return the printed line of a picture."""
-    return f"{seen.path}  " + "  ".join(f"{name} {p:.3f}" for name, p in seen.top)
+    return f"{predicted.path}  " + "  ".join(f"{name} {p:.3f}" for name, p in predicted.top)
 
 
 @contextlib.contextmanager
-def table(path: Path, top: int) -> Iterator[Callable[[Sequence[Seen]], None]]:
+def table(path: Path, top: int) -> Iterator[Callable[[Sequence[Predicted]], None]]:
     """Create a csv file and yield a function that appends the rows of a batch.
 
     A row is the file, then classes and probabilities in turn, the most likely class first.
@@ -121,8 +123,8 @@ def table(path: Path, top: int) -> Iterator[Callable[[Sequence[Seen]], None]]:
     with files.naming(path), path.open("x", newline="", errors="surrogateescape") as file:
         lines = writer(file)
 
-        def add(seen: Sequence[Seen]) -> None:
-            lines.writerows([each.path, *itertools.chain(*each.top)] for each in seen)
+        def add(batch: Sequence[Predicted]) -> None:
+            lines.writerows([each.path, *itertools.chain(*each.top)] for each in batch)
             file.flush()
 
         lines.writerow(head)
@@ -152,7 +154,7 @@ def main(
         buckets.check_local(csv, "--csv=")
     if csv and csv.exists():
         raise ValueError(f"--csv={csv} exists already: remove it or choose another name")
-    found = pictures(paths)
+    files = pictures(paths)
     print(f"loading {workdir} and compiling the model", file=sys.stderr)
     model = use.load(workdir, step)
     top = min(top, len(model.class_names))
@@ -161,19 +163,19 @@ def main(
         bad.append(path)
         print(error, file=sys.stderr)
 
-    def show(seen: Sequence[Seen]) -> None:
-        print("".join(f"{line(each)}\n" for each in seen), end="", flush=True)
+    def show(batch: Sequence[Predicted]) -> None:
+        print("".join(f"{line(each)}\n" for each in batch), end="", flush=True)
 
     with (
         table(csv, top) if csv else contextlib.nullcontext(show) as add,
         Progress(console=Console(stderr=True), disable=not csv) as progress,
     ):
-        bar = progress.add_task("pictures", total=len(found))
-        for seen in predict(model, found, top, unreadable):
+        bar = progress.add_task("pictures", total=len(files))
+        for batch in predict(model, files, top, unreadable):
             if attention:
-                draw_attention(model, seen, attention, number)
-            add(seen)
-            number += len(seen)
+                draw_attention(model, batch, attention, number)
+            add(batch)
+            number += len(batch)
             progress.update(bar, completed=number + len(bad))
             if safety.unread() and not (csv or attention):
                 break

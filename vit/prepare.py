@@ -164,7 +164,7 @@ def prepare(
 
 def default_name(source: Path) -> str:
     """Return the name of the folder as that of a data set; "imagenet2012" for ILSVRC2012."""
-    if ilsvrc2012.found(source):
+    if ilsvrc2012.has_archives(source):
         return "imagenet2012"
     name = re.sub(r"[^a-z0-9]+", "_", source.resolve().name.lower()).strip("_")
     return name if name[:1].isalpha() else f"images_{name}".strip("_")
@@ -209,10 +209,10 @@ def encoded(
     with ThreadPoolExecutor(cores) as pool:
         for example in examples:
             try:
-                found = pool.submit(encode, example.read())
+                encoded = pool.submit(encode, example.read())
             except Exception as error:  # raised when the picture is requested
-                (found := Future()).set_exception(error)
-            waiting.append((example, found.result))
+                (encoded := Future()).set_exception(error)
+            waiting.append((example, encoded.result))
             if len(waiting) > AHEAD * cores:
                 yield waiting.popleft()
         yield from waiting

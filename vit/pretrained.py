@@ -113,13 +113,13 @@ def resizing(encoder: Encoder, ours: configs.Data) -> list[str]:
     size = theirs.resize or theirs.input_size
     published = _resized(theirs.crop, size, theirs.input_size, theirs.filter)
     here = _resized(ours.eval_crop, ours.eval_resize or ours.image_size, ours.image_size)
-    wanted = of_encoder(None, encoder).data
+    expected = of_encoder(None, encoder).data
     differing = [
         name
         for name in ("image_size", "eval_resize", "eval_crop")
-        if getattr(wanted, name) != getattr(ours, name)
+        if getattr(expected, name) != getattr(ours, name)
     ]
-    flags = [f" --config.data.{name}={getattr(wanted, name)}" for name in differing]
+    flags = [f" --config.data.{name}={getattr(expected, name)}" for name in differing]
     closest = "; closest:" * bool(flags) + "".join(flags)
     return [f"pictures as published: {published}; here: {here}{closest}"] * (published != here)
 
@@ -169,10 +169,10 @@ def load(model: ViT, named: Arrays, source: str) -> list[str]:
             the transformer have no place in the model; all are listed.
     """
     new = {name: x[...] for name, x in transfer.parameters(model).items()}
-    own = {name: x for name, x in named.items() if name in new or name.split("/")[0] in OWN}
-    fresh = transfer.unfit(own, new, HEAD if len(own) < len(named) else ())
-    if fresh - {*HEAD} or own.keys() - new.keys():
-        lines = "\n  ".join(transfer.differences(own, new, fresh, "here"))
+    fitting = {name: x for name, x in named.items() if name in new or name.split("/")[0] in OWN}
+    fresh = transfer.unfit(fitting, new, HEAD if len(fitting) < len(named) else ())
+    if fresh - {*HEAD} or fitting.keys() - new.keys():
+        lines = "\n  ".join(transfer.differences(fitting, new, fresh, "here"))
         raise ValueError(f"{source} does not fit the model of the config:\n  {lines}")
     transfer.put(model, {name: named[name] for name in new if name not in fresh})
     return transfer.differences(named, new, fresh, "new")

@@ -129,18 +129,18 @@ def of_folder(workdir: Path, *names: str) -> Described:
         ValueError: for a run of another task (the message names the command for it), or for values
             of other types.
     """
-    found = Described(files.noted(workdir / "task.json") or {})
+    described = Described(files.noted(workdir / "task.json") or {})
     for key, kind in {"class_names": list, "channels": int, "settings": dict}.items():
-        if not isinstance(found.get(key, kind()), kind):
+        if not isinstance(described.get(key, kind()), kind):
             raise ValueError(f"{workdir / 'task.json'}: {key!r} must be a {kind.__name__}")
-    name = found.get("task")
-    if found and name not in names:
+    name = described.get("task")
+    if described and name not in names:
         held = f"the task {name!r}" if name else "a task without a name"
-        serves = found.get("command") or "vit.run.runs.restore(workdir, dataset, task)"
+        serves = described.get("command") or "vit.run.runs.restore(workdir, dataset, task)"
         raise ValueError(
             f"{workdir} holds a run of {held}, not of {' or '.join(map(repr, names))}: use {serves}"
         )
-    return found
+    return described
 
 
 def random_streams(seed: int | Integer[Array, ""]) -> nnx.Rngs:

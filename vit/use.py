@@ -77,12 +77,14 @@ class Trained:
 
     def __repr__(self) -> str:
         """Run, step, architecture, input and output in one line."""
-        model, own, side = self.config.model, self.config.attention, self.config.data.image_size
+        model, attention = self.config.model, self.config.attention
+        side = self.config.data.image_size
         size = ", ".join(f"{name} {n}" for name, n in model.size._asdict().items())
-        features = f", {own.coupling}, m = {own.num_features}" * (own.kind == "performer")
+        features = f", {attention.coupling}, m = {attention.num_features}"
+        features *= attention.kind == "performer"
         return (
             f"Trained({str(self.workdir)!r} at step {self.step}: ViT {model.variant} ({size}),"
-            f" {own.kind} attention{features},"
+            f" {attention.kind} attention{features},"
             f" {side} x {side} x {self.channels} -> {len(self.class_names)} classes)"
         )
 
@@ -101,8 +103,8 @@ class Trained:
 
     def prediction(self, logits: Float[np.ndarray, "n classes"]) -> Prediction:
         """Return the probabilities of logits, with the class names."""
-        of_classes = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[self.config.optim.loss]
-        return Prediction(np.asarray(of_classes(logits)), self.class_names)
+        link = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[self.config.optim.loss]
+        return Prediction(np.asarray(link(logits)), self.class_names)
 
     def features(self, images: Any) -> Float[np.ndarray, "n width"]:
         """Return the input of the head, pooled by `config.model.pooling`.
@@ -163,10 +165,10 @@ def load(workdir: str | os.PathLike, step: int | str | None = None) -> Trained:
     workdir = buckets.path(workdir)
     config = configs.of_run(workdir)
     configs.validate(config)
-    found = of_folder(workdir, classification.NAME)
-    if not found:
+    described = of_folder(workdir, classification.NAME)
+    if not described:
         raise ValueError(f"{workdir} has no task.json, which names the classes")
-    class_names, channels = tuple(found["class_names"]), found["channels"]
+    class_names, channels = tuple(described["class_names"]), described["channels"]
     task = classification.task(len(class_names), channels, config.optim.loss)
     graph, arrays = steps.shapes(config, task)
     here = SingleDeviceSharding(jax.local_devices()[0])

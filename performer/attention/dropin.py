@@ -45,7 +45,7 @@ def attention_fn(
             " dropout_rate=0 in the attention layer and put dropout after it"
         )
     t, s = query.shape[-3], key.shape[-3]
-    mask, triangular = of_keys(mask)
+    mask, triangular = mask_of_keys(mask)
     is_causal |= triangular
     if is_causal and t != s:
         raise ValueError(
@@ -68,7 +68,7 @@ def attention_fn(
     return output, _row(attention_weights(query, key, frequencies, **options), position, -2)
 
 
-def of_keys(mask: ArrayLike | None) -> tuple[ArrayLike | None, bool]:
+def mask_of_keys(mask: ArrayLike | None) -> tuple[ArrayLike | None, bool]:
     """A mask over pairs as a mask of keys, if its rows agree; and whether it is causal.
 
     Flax's `make_attention_mask` and `make_causal_mask` return masks over pairs. Their values can be

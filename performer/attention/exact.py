@@ -305,13 +305,13 @@ def _log_weights_of_keys(
         return summarise(features, Keys(x, x[..., :0], log_weights), nothing, plan.block)
 
     def log_sums(features, x, state):  # log sum_j phi_j(x) s_j e^{c_j}
-        def of_block(x):
+        def block_sums(x):
             rows = look_up(features, x, state, state.normaliser.dtype)
             positive = rows.normaliser > 0  # features with signs may have others
             logarithm = jnp.log(jnp.where(positive, rows.normaliser, 1.0)) + rows.maximum
             return jnp.where(positive, logarithm, -jnp.inf)[..., 0]
 
-        return by_block(of_block, x[:, :, :, None], plan.block)
+        return by_block(block_sums, x[:, :, :, None], plan.block)
 
     rows = log_sums(query_map, query, summary(key_map, keys.key, keys.log_weights))
     columns = summary(query_map, query, jnp.where(jnp.isneginf(rows), rows, -rows))

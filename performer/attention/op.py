@@ -476,10 +476,10 @@ def _attend(
         state = _with_all_keys(maps[1], keys, state, nothing, plan, is_causal)
         heavy = selected[0].keys if selected else None
 
-        def of_block(query):
+        def block_rows(query):
             return attend(maps[0], query, state, dtype, heavy, scale).astype(dtype)
 
-        output = by_block(of_block, query, plan.block)
+        output = by_block(block_rows, query, plan.block)
     if order is not None:
         output = take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
     if r := exact.rows:

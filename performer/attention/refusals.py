@@ -163,8 +163,8 @@ def check_words(
 def with_one_batch_axis(tokens: Tokens) -> Tokens:
     """Return queries, keys and values as (b, t, n, h); raise ValueError if they do not fit."""
     shapes, axes = [x.shape for x in tokens], tokens.query.ndim - 3
-    (*lead, _, n, h), (*of_key, s, k, width), (*of_value, _) = shapes
-    if not (lead == of_key and h == width and of_value == [*lead, s, k]) or not k or n % k:
+    (*lead, _, n, h), (*key_lead, s, k, width), (*value_lead, _) = shapes
+    if not (lead == key_lead and h == width and value_lead == [*lead, s, k]) or not k or n % k:
         raise ValueError(
             f"query has shape {shapes[0]}, key has {shapes[1]} and value has {shapes[2]}: batch and"
             " head_dim must be the same, value must have the length and the heads of key, and the"

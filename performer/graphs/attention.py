@@ -48,9 +48,9 @@ BLOCK = 2048
 class Links(NamedTuple):
     """Pairs of entries of Phi in one column, by query, in blocks (., B); made by `link`."""
 
-    of_left: Array
+    left_entry: Array
     """Entry of each visit on the side of the queries (T,)."""
-    of_right: Array
+    right_entry: Array
     left: Array
     """Entry of the query of each pair."""
     right: Array
@@ -177,15 +177,15 @@ def _sums(query: Split, key: Split, value, mask, links, sparse) -> tuple[Array, 
     flat = jax.tree.map(lambda y: y.reshape(n * b, t, -1), (query, key, value))
 
     def one(operands):
-        (query, key, value), (of_left, of_right) = operands
+        (query, key, value), (left_value, right_value) = operands
         if links is not None:
             ends = (
-                jax.ops.segment_sum(of_left, links.of_left, len(left.start)),
-                jax.ops.segment_sum(of_right, links.of_right, len(right.start)),
+                jax.ops.segment_sum(left_value, links.left_entry, len(left.start)),
+                jax.ops.segment_sum(right_value, links.right_entry, len(right.start)),
             )
             weights = ends[0][links.left] * ends[1][links.right] * links.exists
             return _over_links(query, key, value, links, weights)
-        sides = replace(left, value=of_left), replace(right, value=of_right)
+        sides = replace(left, value=left_value), replace(right, value=right_value)
         return _sparse(query, key, value, *sides)
 
     rows, tops = jax.lax.map(one, (flat, per_head))
@@ -241,8 +241,8 @@ def link(mask: EstimatedKernel, most: int = 32) -> Links | None:
         merged, index = np.unique(first * size + second, return_inverse=True)
         return *np.divmod(merged, size), index
 
-    start, node, of_left = entries(left.start, left.node)  # in the order of the queries
-    column, keys, of_right = entries(right.node, right.start)  # in the order of the columns
+    start, node, left_entry = entries(left.start, left.node)  # in the order of the queries
+    column, keys, right_entry = entries(right.node, right.start)  # in the order of the columns
     begin = np.searchsorted(column, np.arange(right.num_nodes + 1))
     count = np.diff(begin)[node]  # entries in the column of each entry of a query
     total = int(count.sum())
@@ -256,8 +256,8 @@ def link(mask: EstimatedKernel, most: int = 32) -> Links | None:
         return jnp.asarray(np.pad(y, (0, -total % BLOCK)).reshape(-1, BLOCK), jnp.int32)
 
     return Links(
-        jnp.asarray(of_left, jnp.int32),
-        jnp.asarray(of_right, jnp.int32),
+        jnp.asarray(left_entry, jnp.int32),
+        jnp.asarray(right_entry, jnp.int32),
         blocks(entry),
         blocks(other),
         blocks(start[entry]),
@@ -283,9 +283,9 @@ def _over_links(
     return _pair_sums(*tables, weights, ends), top
 
 
-def _pair_rows(of_query, of_key, weights: Array) -> Array:
+def _pair_rows(query_rows, key_rows, weights: Array) -> Array:
     """Summands of numerators and normalisers (B, v + 1), given the rows of queries and keys."""
-    (a, left, top), (b, right, value) = of_query, of_key
+    (a, left, top), (b, right, value) = query_rows, key_rows
     terms = jnp.exp(a + b - top)  # (B, m), at most 1
     for factor in (left, right):
         terms = terms if factor is None else terms * factor
@@ -297,7 +297,7 @@ def _rows(table, index: Array):
 
 
 @jax.custom_vjp
-def _pair_sums(of_query, of_key, weights: Array, ends: tuple[Array, Array]) -> Array:
+def _pair_sums(query_table, key_table, weights: Array, ends: tuple[Array, Array]) -> Array:
     """Sum the summands of all pairs at their queries (t, v + 1), block by block.
 
     The derivative adds to the gradients of the tables in place. The derivative of `scan` would make
@@ -306,31 +306,36 @@ def _pair_sums(of_query, of_key, weights: Array, ends: tuple[Array, Array]) -> A
 
     def add(total, x):
         (i, j), w = x
-        return total.at[i].add(_pair_rows(_rows(of_query, i), _rows(of_key, j), w)), None
+        return total.at[i].add(_pair_rows(_rows(query_table, i), _rows(key_table, j), w)), None
 
-    return jax.lax.scan(add, jnp.zeros_like(of_key[-1]), (ends, weights))[0]
+    return jax.lax.scan(add, jnp.zeros_like(key_table[-1]), (ends, weights))[0]
 
 
-def _pair_sums_forward(of_query, of_key, weights, ends):
-    return _pair_sums(of_query, of_key, weights, ends), (of_query, of_key, weights, ends)
+def _pair_sums_forward(query_table, key_table, weights, ends):
+    return _pair_sums(query_table, key_table, weights, ends), (
+        query_table,
+        key_table,
+        weights,
+        ends,
+    )
 
 
 def _pair_sums_backward(saved, change):
-    of_query, of_key, weights, ends = saved
+    query_table, key_table, weights, ends = saved
 
     def add(totals, x):
         (i, j), w = x
-        pull = jax.vjp(_pair_rows, _rows(of_query, i), _rows(of_key, j), w)[1]
-        *gradients, of_weights = pull(change[i])
+        pull = jax.vjp(_pair_rows, _rows(query_table, i), _rows(key_table, j), w)[1]
+        *gradients, weight_gradient = pull(change[i])
         totals = [
             jax.tree.map(lambda y, z, at=at: y.at[at].add(z), total, gradient)
             for total, gradient, at in zip(totals, gradients, (i, j), strict=True)
         ]
-        return totals, of_weights
+        return totals, weight_gradient
 
-    zeros = [jax.tree.map(jnp.zeros_like, y) for y in (of_query, of_key)]
-    (of_query, of_key), of_weights = jax.lax.scan(add, zeros, (ends, weights))
-    return of_query, of_key, of_weights, None
+    zeros = [jax.tree.map(jnp.zeros_like, y) for y in (query_table, key_table)]
+    (query_table, key_table), weight_gradient = jax.lax.scan(add, zeros, (ends, weights))
+    return query_table, key_table, weight_gradient, None
 
 
 _pair_sums.defvjp(_pair_sums_forward, _pair_sums_backward)
@@ -369,17 +374,17 @@ def _sparse(
     top = finite(top)
 
     @jax.checkpoint  # (T, c, v + 1) is the largest array, of one chunk at a time
-    def part(query, key, of_query, of_key):
+    def part(query, key, query_factor, key_factor):
         most, exact = jax.lax.stop_gradient(highest(key))
         weights = jnp.exp(key[right.start] - most[right.node]) * right.value[:, None]
-        if of_key is not None:
-            weights = weights * of_key[right.start]
+        if key_factor is not None:
+            weights = weights * key_factor[right.start]
         moved = weights[:, :, None] * value[right.start][:, None, :]  # (T, c, v + 1)
         sums = jax.ops.segment_sum(moved, right.node, landmarks)  # U_xf (x, c, v + 1)
         exponent = query[left.start] + exact[left.node] - top[left.start][:, None]
         weights = jnp.exp(exponent) * left.value[:, None]
-        if of_query is not None:
-            weights = weights * of_query[left.start]
+        if query_factor is not None:
+            weights = weights * query_factor[left.start]
         visits = jnp.sum(weights[:, :, None] * sums[left.node], axis=1)  # (T, v + 1)
         return jax.ops.segment_sum(visits, left.start, nodes)
 

@@ -196,8 +196,8 @@ def merged(sampled: walks.Walks, num_terms: int | None = None) -> walks.Walks:
         sampled: the walks; not traced.
         num_terms: steps from this one on are left out, for modulations f_0, ..., f_{num_terms - 1}.
     """
-    parts = (np.asarray(x) for x in (sampled.start, sampled.node, sampled.step, sampled.load))
-    start, node, step, load = parts
+    arrays = (np.asarray(x) for x in (sampled.start, sampled.node, sampled.step, sampled.load))
+    start, node, step, load = arrays
     kept = (load != 0) & (step < (sampled.max_steps + 1 if num_terms is None else num_terms))
     visits = np.stack([start, node, step], axis=1)[kept]
     unique, place = np.unique(visits, axis=0, return_inverse=True)

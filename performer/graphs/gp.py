@@ -148,8 +148,8 @@ def _sample(key, kernel, near, observed, y, noise_scale, output_scale, tolerance
     solution, residual = _solve(
         _system(near, observed, output_scale, noise_scale), right, tolerance
     )
-    seen = jnp.zeros_like(prior).at[observed].add(solution)
-    correction = kernel.left @ near.left.transposed(seen)
+    weights_at = jnp.zeros_like(prior).at[observed].add(solution)
+    correction = kernel.left @ near.left.transposed(weights_at)
     return (prior + output_scale**2 * correction).T, residual
 
 

@@ -174,8 +174,8 @@ class Graph(NamedTuple):
 
     def to_scipy(self) -> scipy.sparse.csr_array:
         """Return a copy of the weighted adjacency matrix W, in float64."""
-        parts = (np.array(self.weights, np.float64), np.array(self.indices), np.array(self.indptr))
-        return scipy.sparse.csr_array(parts, shape=(self.num_nodes, self.num_nodes))
+        arrays = (np.array(self.weights, np.float64), np.array(self.indices), np.array(self.indptr))
+        return scipy.sparse.csr_array(arrays, shape=(self.num_nodes, self.num_nodes))
 
     def to_dense(self) -> Float[Array, "n n"]:
         """Return the weighted adjacency matrix W, dense."""

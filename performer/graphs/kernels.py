@@ -294,8 +294,8 @@ def _convergence(kernel: Modulation) -> tuple[float, float]:
         return np.inf, 0.0
     if last < 64:  # the few in the range of floats decay or grow very fast
         return float(f[last] ** (-1 / last)), 0.0
-    parts = np.array_split(np.arange(last // 2, last + 1), 16)
-    k = np.array([part[np.argmax(f[part])] for part in parts])  # some may be 0
+    sections = np.array_split(np.arange(last // 2, last + 1), 16)
+    k = np.array([section[np.argmax(f[section])] for section in sections])  # some may be 0
     terms = np.stack([np.ones(16), np.log(k), k / last, last / k], axis=1)
     fitted = np.linalg.lstsq(terms, np.log(f[k]), rcond=None)[0]
     return float(np.exp(-fitted[2] / last)), float(fitted[1])
@@ -322,6 +322,8 @@ def root(c: ArrayLike, power: int) -> Array:
 def _matrix_function(graph: Graph, function: Callable[[np.ndarray], Any]) -> Gram:
     matrix = graph.to_scipy()
     eigenvalues, vectors = scipy.linalg.eigh(matrix.toarray())
-    parts = scipy.sparse.csgraph.connected_components(matrix, directed=False)[1]
+    components = scipy.sparse.csgraph.connected_components(matrix, directed=False)[1]
     gram = (vectors * function(eigenvalues)) @ vectors.T
-    return jnp.asarray(np.where(parts[:, None] == parts, gram, 0), float)  # without rounding errors
+    return jnp.asarray(
+        np.where(components[:, None] == components, gram, 0), float
+    )  # without rounding errors

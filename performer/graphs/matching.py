@@ -140,8 +140,8 @@ def enumerate_all(
         others = [column for column in range(order) if column not in columns]
         low, high = (np.array([*itertools.permutations(part)], int) for part in (columns, others))
         a, b = _indicators(low, 0, order), _indicators(high, half, order)
-        own = [np.sum(x @ costs * x, axis=1) for x in (a, b)]
-        values = own[0][:, None] + own[1] + a @ (costs + costs.T) @ b.T
+        within = [np.sum(x @ costs * x, axis=1) for x in (a, b)]
+        values = within[0][:, None] + within[1] + a @ (costs + costs.T) @ b.T
         i, j = np.unravel_index(np.argmin(values), values.shape)
         if values[i, j] < least:
             best, least = np.concatenate([low[i], high[j]]), values[i, j]
@@ -152,9 +152,9 @@ def enumerate_all(
 def _indicators(columns: Int[np.ndarray, "k h"], first: int, order: int) -> np.ndarray:
     """Indicators (k, n^2) of the edges (first, columns[:, 0]), (first + 1, columns[:, 1]), ..."""
     rows = first + np.arange(columns.shape[1])
-    found = np.zeros((len(columns), order**2))
-    np.put_along_axis(found, rows * order + columns, 1, axis=1)
-    return found
+    indicators = np.zeros((len(columns), order**2))
+    np.put_along_axis(indicators, rows * order + columns, 1, axis=1)
+    return indicators
 
 
 def project(

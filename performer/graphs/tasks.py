@@ -42,10 +42,12 @@ def regress(kernel: Any, values: Float[Array, "n k"], known: Array) -> Float[Arr
     if not isinstance(known, Tracer) and not bool(jnp.any(known)):
         raise ValueError("regress needs a node whose value is known; `known` is false everywhere")
     mask = known.astype(values.dtype)[:, None]
-    seen = jnp.where(mask > 0, values, 0)
+    known_values = jnp.where(mask > 0, values, 0)
     weights = _apply(kernel, mask)
     mean = jnp.mean(values, axis=0, where=mask > 0)
-    return jnp.where(weights == 0, mean, _apply(kernel, seen) / jnp.where(weights == 0, 1, weights))
+    return jnp.where(
+        weights == 0, mean, _apply(kernel, known_values) / jnp.where(weights == 0, 1, weights)
+    )
 
 
 def _apply(kernel: Any, vectors: Array) -> Array:
@@ -86,9 +88,9 @@ def kernel_kmeans(
         count = jnp.bincount(labels, length=num_clusters)  # int32: sums of ones stop at 2^24
         sizes = jnp.maximum(count, 1).astype(members.dtype)
         sums = _apply(kernel, members) / sizes[None]
-        own = jnp.sum(members * sums, axis=0) / sizes
-        away = jnp.where((count > 0)[None], own[None] - 2 * sums, jnp.inf)
-        return away, -jnp.sum(own * sizes)
+        spread = jnp.sum(members * sums, axis=0) / sizes
+        away = jnp.where((count > 0)[None], spread[None] - 2 * sums, jnp.inf)
+        return away, -jnp.sum(spread * sizes)
 
     def nearest(labels):
         return jnp.argmin(distances(labels)[0], axis=1).astype(jnp.int32)

@@ -139,7 +139,7 @@ def recommend(
     if not tolerance > 0:
         raise ValueError(f"tolerance must be positive, got {tolerance}")
     spectrum = _spectrum(graph, kernel, steps)
-    found = []
+    sufficient = []
     for p_halt in PROBABILITIES:
         error = _errors(spectrum, p_halt)
         for coupling in COUPLINGS:
@@ -147,13 +147,15 @@ def recommend(
             m = _fewest(lambda m, e=error, c=coupling: e(m, c), tolerance, size)
             if m is not None:
                 visits, alone = graph.num_nodes * m / p_halt, error(m, "independent")
-                found.append(Recommendation(p_halt, m, coupling, error(m, coupling), visits, alone))
-    if not found:
+                sufficient.append(
+                    Recommendation(p_halt, m, coupling, error(m, coupling), visits, alone)
+                )
+    if not sufficient:
         raise ValueError(
             f"{MOST_WALKS} walks from each node do not reach an error of {tolerance}: the variance"
             " may be infinite; use another kernel, or the dense one"
         )
-    return min(found, key=lambda x: (x.visits, x.error))
+    return min(sufficient, key=lambda x: (x.visits, x.error))
 
 
 def pagerank_variance(
@@ -265,28 +267,28 @@ def _of_one_walk(spectrum: _Spectrum, p_halt: float) -> Matrix:
     reach[0] = 1
     for s in range(1, len(f)):
         reach[s] = reach[s - 1] @ squares
-    own, power = np.zeros_like(adjacency), np.eye(len(adjacency))
+    total, power = np.zeros_like(adjacency), np.eye(len(adjacency))
     for r in range(len(f)):
         a = (f[: len(f) - r] * f[r:]) @ reach[: len(f) - r]
-        own += a[:, None] * power * (0.5 if r == 0 else 1.0)
+        total += a[:, None] * power * (0.5 if r == 0 else 1.0)
         power = power @ adjacency
-    return own + own.T
+    return total + total.T
 
 
 def _errors(spectrum: _Spectrum, p_halt: float) -> Callable[[int, str | Group], float]:
     """Return the expected error as a function of (num_walks, coupling)."""
-    own = _of_one_walk(spectrum, p_halt)
+    single = _of_one_walk(spectrum, p_halt)
     drawn = np.sum(spectrum.of(1.0) ** 2)
 
     def error(num_walks: int, coupling: str | Group) -> float:
-        if not np.isfinite(own).all():
+        if not np.isfinite(single).all():
             return np.inf
         pairs = sum(
             count * spectrum.of(q / (1 - p_halt) ** 2)
             for count, q in _pairs(coupling, p_halt, num_walks)
         )
         pairs = (spectrum.vectors * (pairs / num_walks**2)) @ spectrum.vectors.T
-        excess = np.sum((own / num_walks + pairs) ** 2) - drawn
+        excess = np.sum((single / num_walks + pairs) ** 2) - drawn
         return float(np.sqrt(max(excess, 0.0) / spectrum.exact))
 
     return error

@@ -301,8 +301,8 @@ def _refined(drawn: Drawn, layer: Layer, sample: Sample, options: Options) -> Dr
     if exact.window and w is not None:
         kind: Any = dict(method=options.calibration, coupling=options.coupling)
         start, fitted = calibrated_far(w, exact, sample, is_causal=is_causal, **kind)
-        far = refine_far(Far.of(START * start.of_key), fitted, exact, sample, **how)
-        ways.append(Linear(far.of_key, None, far.of_query, far.weights, exact))
+        far = refine_far(Far.of(START * start.w_key), fitted, exact, sample, **how)
+        ways.append(Linear(far.w_key, None, far.w_query, far.weights, exact))
         errors.append(
             _errors(learned_estimate, far, (None, traced(exact)), layer.held_out, is_causal)[0]
         )

@@ -63,10 +63,10 @@ def hooks(model: nnx.Module) -> Iterator[Hook]:
     """All hooks of a model, and any `attention_fn` of an `nnx.MultiHeadAttention`."""
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
-            of_layer = isinstance(module, nnx.MultiHeadAttention) and name == "attention_fn"
-            if of_layer or is_exact(value):
-                parts = path if of_layer else (*path, name)
-                yield Hook(".".join(map(str, parts)) or name, module, name)
+            is_layer = isinstance(module, nnx.MultiHeadAttention) and name == "attention_fn"
+            if is_layer or is_exact(value):
+                names = path if is_layer else (*path, name)
+                yield Hook(".".join(map(str, names)) or name, module, name)
 
 
 class Note(NamedTuple):
@@ -117,8 +117,8 @@ def recorded(model: Any, arguments: tuple[Any, ...]) -> tuple[dict[str, Recorded
 
 def attention_at(model: nnx.Module, path: str, name: str) -> Any:
     """Attention of a converted model, at the path of a hook of the original."""
-    for own, module in nnx.iter_modules(model):
-        layer, attribute = (".".join(map(str, x)) for x in (own, (*own, name)))
+    for module_path, module in nnx.iter_modules(model):
+        layer, attribute = (".".join(map(str, x)) for x in (module_path, (*module_path, name)))
         if path == attribute or (path == layer and isinstance(module, nnx.MultiHeadAttention)):
             return getattr(module, name)
     raise AssertionError(f"the converted model has no attention at {path}")
@@ -132,8 +132,8 @@ def is_exact(value: Any) -> bool:
 
 def path_of(scope: str) -> str | None:
     """Path of the hook that operations in this scope belong to."""
-    found = re.search(re.escape(SCOPE) + r"\[(.*?)\]", scope)
-    return found and found[1]
+    match = re.search(re.escape(SCOPE) + r"\[(.*?)\]", scope)
+    return match and match[1]
 
 
 class Call(NamedTuple):

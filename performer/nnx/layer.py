@@ -127,13 +127,13 @@ class PerformerAttention(nnx.Module):
     @property
     def estimate(self) -> dict[str, Any]:
         """Keywords of `performer_attention`: frequencies, calibration and options."""
-        own: dict[str, Any] = {name: x[...] for name, x in self.learned.items()}
-        if own:
-            own["feature_map"] = LEARNED
+        keywords: dict[str, Any] = {name: x[...] for name, x in self.learned.items()}
+        if keywords:
+            keywords["feature_map"] = LEARNED
         options = {name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options}
-        own["frequencies"] = None if self.frequencies is None else self.frequencies[...]
-        own["calibration"] = self.calibration
-        return own | options
+        keywords["frequencies"] = None if self.frequencies is None else self.frequencies[...]
+        keywords["calibration"] = self.calibration
+        return keywords | options
 
     @property
     def num_features(self) -> int:

@@ -241,8 +241,8 @@ def _estimates(
 ) -> np.ndarray:
     """Return phi(x).phi(y) for pairs of points (pairs, 2, d): (draws, pairs) in float64."""
     frequencies, pairs = _draws(coupling, m, d, draws, seed), jnp.asarray(points, jnp.float32)
-    parts = (jnp.asarray(frequencies[i : i + _BATCH]) for i in range(0, draws, _BATCH))
-    batches = [np.asarray(_products(part, pairs, kernel)) for part in parts]
+    batches_of_draws = (jnp.asarray(frequencies[i : i + _BATCH]) for i in range(0, draws, _BATCH))
+    batches = [np.asarray(_products(part, pairs, kernel)) for part in batches_of_draws]
     return np.concatenate(batches).astype(np.float64)
 
 

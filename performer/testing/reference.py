@@ -120,23 +120,23 @@ def reference_attention(
         members = [head for head in range(n) if head * heads // n == group]
         terms = []
         for head in members:
-            of_key = head * k // n
+            key_head = head * k // n
             q, keys, w, log_a = _one_head(
                 query[i, :, head] * root,
-                key[i, :, of_key] * root,
+                key[i, :, key_head] * root,
                 _head(frequencies, 2, head, n),
                 None if weights is None else _head(weights, 1, head, n),
-                [_head(x, rank, of_key, k) for x, rank in zip(leaves, _RANKS, strict=True)],
+                [_head(x, rank, key_head, k) for x, rank in zip(leaves, _RANKS, strict=True)],
                 absolute=has_exact,
             )
-            own = None if query_frequencies is None else _head(query_frequencies, 2, head, n)
-            found = _terms(
-                q, keys, w if own is None else own, w, log_a, feature_map, stabilizer,
-                key_bias[i, :, of_key], has_exact,
+            w_query = w if query_frequencies is None else _head(query_frequencies, 2, head, n)
+            head_terms = _terms(
+                q, keys, w_query, w, log_a, feature_map, stabilizer,
+                key_bias[i, :, key_head], has_exact,
             )  # fmt: skip
-            terms.append((*found, q @ keys.T, np.abs(q) @ np.abs(keys).T))
+            terms.append((*head_terms, q @ keys.T, np.abs(q) @ np.abs(keys).T))
         if exact_keys:
-            chosen = _heaviest(terms, allowed[i, members], key_bias[i, :, of_key], exact_keys)
+            chosen = _heaviest(terms, allowed[i, members], key_bias[i, :, key_head], exact_keys)
             exact[i, members] |= chosen
         for head, (logs, signs, off, logits, size) in zip(members, terms, strict=True):
             pair = exact[i, head][..., None]
@@ -204,10 +204,10 @@ def _tokens(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], list[np.
     return lead, [x.reshape(int(np.prod(lead)), *x.shape[-3:]) for x in arrays]
 
 
-def _pairs(tokens, kind, of_keys, of_pairs):
+def _pairs(tokens, kind, key_options, pair_options):
     """Pairs (b, n, t, s) that are allowed and their log-weights; log-weights of keys (b, s, k)."""
     (query, key, value), (lead, is_causal) = tokens, kind
-    (mask, lengths, log_weights, segment_ids), (slopes, log_decay) = of_keys, of_pairs
+    (mask, lengths, log_weights, segment_ids), (slopes, log_decay) = key_options, pair_options
     (b, t, n, _), (_, s, k, _) = query.shape, key.shape
     exists = np.ones((b, s), bool)
     if mask is not None:
@@ -220,13 +220,13 @@ def _pairs(tokens, kind, of_keys, of_pairs):
         given = given if given.ndim > len(lead) + 1 else given[..., None]
         key_bias = key_bias + np.broadcast_to(given, (*lead, s, given.shape[-1])).reshape(b, s, -1)
     key_bias = np.where(exists[..., None], key_bias, -np.inf)
-    seen = key_bias > -np.inf
-    key, value = (np.where(seen[..., None], x, 0) for x in (key, value))
+    exists_at = key_bias > -np.inf
+    key, value = (np.where(exists_at[..., None], x, 0) for x in (key, value))
     ids, key_ids = _segments(segment_ids, lead, b, t, s)
     allowed = np.ones((b, t, s), bool) & (ids[:, :, None] == key_ids[:, None])
     if is_causal:
         allowed &= np.arange(s) <= np.arange(t)[:, None]
-    allowed = allowed[:, None] & np.repeat(seen, n // k, axis=2).swapaxes(1, 2)[:, :, None]
+    allowed = allowed[:, None] & np.repeat(exists_at, n // k, axis=2).swapaxes(1, 2)[:, :, None]
     bias = np.zeros((b, n, t, s))
     if slopes is not None:
         bias = bias - _per_head(np.broadcast_to(slopes, np.shape(slopes)), n) * _distance(ids)
@@ -346,23 +346,23 @@ def _terms(query, key, w_query, w_key, log_a, feature_map, stabilizer, key_bias,
     with np.errstate(divide="ignore", invalid="ignore"):
         if stabilizer == "google":
             top = r[exists].max(initial=-np.inf)
-            of_q = np.log(np.exp(p - half_q - p.max(axis=-1, keepdims=True)) + 1e-6)
-            of_k = np.log(np.exp(r - half - (0 if np.isinf(top) else top)) + 1e-6)
+            query_logs = np.log(np.exp(p - half_q - p.max(axis=-1, keepdims=True)) + 1e-6)
+            key_logs = np.log(np.exp(r - half - (0 if np.isinf(top) else top)) + 1e-6)
             off_q, off_k = size[0] + half_q, size[1] + half
         elif feature_map == "positive":
-            of_q, of_k, off_q, off_k = p, r - half, size[0], size[1] + half
+            query_logs, key_logs, off_q, off_k = p, r - half, size[0], size[1] + half
         elif feature_map == "hyperbolic":
-            of_q, of_k = np.hstack([p, -p]), np.hstack([r, -r]) - half
+            query_logs, key_logs = np.hstack([p, -p]), np.hstack([r, -r]) - half
             off_q, off_k = np.hstack([size[0]] * 2), np.hstack([size[1]] * 2) + half
             log_a, known = np.tile(log_a, 2) - np.log(2) * absolute, np.tile(known, 2)
         elif feature_map == "trigonometric":
-            of_q, of_k, off_q, off_k = 0 * p, half + 0 * r, size[0], size[1] + half
+            query_logs, key_logs, off_q, off_k = 0 * p, half + 0 * r, size[0], size[1] + half
             signs = np.cos(p[:, None] - r)  # sin sin + cos cos
         else:
             return _other_terms(
                 _function(feature_map), (p, half_q), (r, half), size, log_a, key_bias, known_key
             )
-        logs = of_q[:, None] + of_k + log_a + key_bias
+        logs = query_logs[:, None] + key_logs + log_a + key_bias
         off = logs + np.log(1 + off_q[:, None] + off_k + known + known_key)
         if absolute:  # the half norm of the query, with the sign that the map has
             shift = (half_q if feature_map == "trigonometric" else -half_q)[:, None]
@@ -371,7 +371,7 @@ def _terms(query, key, w_query, w_key, log_a, feature_map, stabilizer, key_bias,
         return logs, signs, off
 
 
-def _other_terms(phi: Features, of_query, of_key, size, log_a, key_bias, known_key):
+def _other_terms(phi: Features, at_query, at_key, size, log_a, key_bias, known_key):
     """The terms of a map that is a function; its slopes are differences."""
 
     def value_and_slope(p, half):
@@ -380,12 +380,12 @@ def _other_terms(phi: Features, of_query, of_key, size, log_a, key_bias, known_k
         each = slope.shape[-1] // p.shape[-1]
         return phi(p, half), slope / np.tile(2 * step, each), each
 
-    (f, slope_f, each), (g, slope_g, _) = value_and_slope(*of_query), value_and_slope(*of_key)
-    half_q, half = of_query[1], of_key[1]
-    of_q, of_k = (np.tile(x, each) for x in size)
+    (f, slope_f, each), (g, slope_g, _) = value_and_slope(*at_query), value_and_slope(*at_key)
+    half_q, half = at_query[1], at_key[1]
+    size_q, size_k = (np.tile(x, each) for x in size)
     log_a = np.tile(log_a, each)
-    f, slope_f, of_q, half_q = (x[:, None] for x in (f, slope_f, of_q, half_q))
-    off = abs(f * g) * (1 + half_q + half + known_key) + slope_f * of_q * g + f * slope_g * of_k
+    f, slope_f, size_q, half_q = (x[:, None] for x in (f, slope_f, size_q, half_q))
+    off = abs(f * g) * (1 + half_q + half + known_key) + slope_f * size_q * g + f * slope_g * size_k
     with np.errstate(divide="ignore"):
         logs = np.log(abs(f * g)) + log_a + key_bias
         signs = np.sign(f * g) if np.any(f * g < 0) else None
@@ -415,8 +415,8 @@ def _normalised(logs, signs, off, allowed, bias, value):
 def _heaviest(terms, allowed, key_bias, f: int) -> np.ndarray:
     """Mask (s,) of the f keys with the largest columns of A^, summed over the heads of a group."""
     weights = 0
-    for (logs, signs, *_), seen in zip(terms, allowed, strict=True):
-        logs = np.where(seen[..., None], logs, -np.inf)
+    for (logs, signs, *_), allowed_pairs in zip(terms, allowed, strict=True):
+        logs = np.where(allowed_pairs[..., None], logs, -np.inf)
         top = logs.max(axis=(-1, -2), initial=-np.inf, keepdims=True)
         sizes = np.exp(logs - np.where(np.isinf(top), 0, top))
         kernel = np.sum(sizes if signs is None else sizes * signs, axis=-1)

@@ -140,8 +140,8 @@ def test_the_operator_makes_the_same_rows(window, method):
     got = attention_weights(
         of.query,
         of.key,
-        FAR.of_key,
-        query_frequencies=FAR.of_query,
+        FAR.w_key,
+        query_frequencies=FAR.w_query,
         weights=FAR.weights,
         calibration=fitted,
         feature_map=LEARNED,
@@ -191,8 +191,8 @@ def test_refining_what_is_far():
     tilts = (
         calibrated_far(drawn, window, seen, method=x) for x in ("full", "shift+scale+proposal")
     )
-    np.testing.assert_array_equal(*(tilted.of_key for tilted, _ in tilts))  # not traceless
-    far = Far.of(START * start.of_key)
+    np.testing.assert_array_equal(*(tilted.w_key for tilted, _ in tilts))  # not traceless
+    far = Far.of(START * start.w_key)
     refined = refine_far(far, fitted, window, seen, steps=100, is_causal=True)
 
     def error(far, fitted=None):

@@ -308,7 +308,7 @@ def test_refining_lowers_the_errors_of_the_report():
 
 
 SPOILT = {
-    "frequencies": ("refine_far", lambda far, *_, **__: far._replace(of_key=99 + far.of_key)),
+    "frequencies": ("refine_far", lambda far, *_, **__: far._replace(w_key=99 + far.w_key)),
     "features": ("transfer", lambda _, w, *__, **___: 99 + w),
 }
 """Way of refinement -> what is spoilt of the other one."""

@@ -267,7 +267,7 @@ def test_a_run_has_the_bits_of_one_on_a_disk(trained):
     disk, bucket = trained
     assert losses(disk) == losses(bucket)
     assert bits(runs.restore(disk).state) == bits(runs.restore(bucket).state)
-    assert checkpoint.found(bucket) == [2, 3]
+    assert checkpoint.complete_steps(bucket) == [2, 3]
     assert {path.name for path in bucket.iterdir()} == {
         *("checkpoints", "config.json", "metrics.jsonl", "task.json")
     }
@@ -309,7 +309,7 @@ def test_a_damaged_checkpoint_is_set_aside(trained, bucket):
     files.write(copy / "unreadable" / "3" / "of_an_earlier_time", b"")
     abstract = runs.restore(trained[0]).program.abstract
     assert runs.resume(copy, abstract)[0] == 2
-    assert checkpoint.found(copy) == [2]
+    assert checkpoint.complete_steps(copy) == [2]
     aside = copy / "unreadable" / "3"
     assert (aside / "state" / "manifest.ocdbt").is_file()
     assert not (aside / "of_an_earlier_time").exists()
@@ -364,14 +364,17 @@ def test_killed_runs_end_with_the_same_bits(bucket, tmp_path):
 
     def is_incomplete():
         folder = killed / "checkpoints"
-        return folder.exists() and len([*folder.iterdir()]) > len(checkpoint.found(killed)) > 0
+        return (
+            folder.exists()
+            and len([*folder.iterdir()]) > len(checkpoint.complete_steps(killed)) > 0
+        )
 
     process = start(killed)
     wait(process, is_incomplete)
     process.kill()
     process.communicate()
     assert is_incomplete()
-    complete = checkpoint.found(killed)[-1]
+    complete = checkpoint.complete_steps(killed)[-1]
 
     process = start(killed)
     wait(process, lambda: f"process {process.pid} on" in files.read(killed / "lock"))
@@ -408,7 +411,7 @@ def test_two_processes_train_stop_and_resume_as_one(bucket, tmp_path):
     assert [process.returncode for process in pair] == [safety.STOPPED] * 2, outputs
     step = metrics.read(both / "metrics.jsonl")[-1]["step"]
     assert step < 48
-    assert checkpoint.found(both)[-1] == step
+    assert checkpoint.complete_steps(both)[-1] == step
     assert not (both / "lock").exists()
     for workdir in (both, alone):
         process = start(workdir)

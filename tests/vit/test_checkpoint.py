@@ -76,7 +76,7 @@ def damaged(saved, folder, change):
 
 
 def test_the_newest_two_are_kept_and_read(saved):
-    assert checkpoint.found(saved) == [1, 2]
+    assert checkpoint.complete_steps(saved) == [1, 2]
     assert restored(saved) == 2
 
 
@@ -91,7 +91,7 @@ def test_the_best_and_milestones_are_kept_beside_the_newest_two(tmp_path):
             if step in accuracies:
                 results = {"eval_accuracy": accuracies[step], "eval_loss": 9.0 - step}
                 metrics.append(log, {"step": step, **results})
-    assert checkpoint.found(tmp_path) == [3, 4, 7, 8]
+    assert checkpoint.complete_steps(tmp_path) == [3, 4, 7, 8]
     assert checkpoint.restore(tmp_path, state())[0] == 8
     assert checkpoint.restore(tmp_path, state(), "best")[0] == 3
     assert checkpoint.restore(tmp_path, state(), "4")[0] == 4
@@ -172,7 +172,7 @@ from tests.vit.test_checkpoint import state
 workdir = Path(sys.argv[1])
 checkpoints = checkpoint.open_checkpoints(workdir)
 checkpoint.save(checkpoints, 1, state(1))
-while not checkpoint.found(workdir):
+while not checkpoint.complete_steps(workdir):
     time.sleep(0.05)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

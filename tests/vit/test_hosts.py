@@ -93,7 +93,7 @@ def test_two_processes_train_as_one_and_stop_together(outputs, tmp_path, monkeyp
     assert_same_losses(logs[1][:3], logs[0])
     last = logs[1][-1]["step"]
     assert 5 <= last < 400
-    assert checkpoint.found(outputs[1]) == [last]
+    assert checkpoint.complete_steps(outputs[1]) == [last]
 
 
 def test_a_second_process_that_differs_is_refused(monkeypatch):

@@ -86,8 +86,8 @@ def test_maps_are_of_the_models_own_queries_and_keys(model):
     """The class token's row over the patches; exact from softmax written out, layer by layer."""
     images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 1), dtype=np.uint8)
     maps = rollout.maps(model.model, images)
-    assert maps.own.shape == maps.exact.shape == (2, 2, 2)
-    assert not np.allclose(maps.own, maps.exact, atol=1e-4)
+    assert maps.estimated.shape == maps.exact.shape == (2, 2, 2)
+    assert not np.allclose(maps.estimated, maps.exact, atol=1e-4)
     matrices = []
     for query, key, _ in classification.projections(model.model, {"image": jnp.asarray(images)}):
         products = np.einsum("bthd,bshd->bhts", query, key) / SHALLOW.head_dim**0.5
@@ -95,7 +95,7 @@ def test_maps_are_of_the_models_own_queries_and_keys(model):
     row = np.asarray(rollout.rollout(jnp.asarray(np.stack(matrices))))[:, 0, 1:]
     expected = row / row.sum(axis=-1, keepdims=True)
     np.testing.assert_allclose(maps.exact.reshape(2, 4), expected, atol=1e-5)
-    np.testing.assert_allclose(maps.own.sum(axis=(1, 2)), 1, atol=1e-5)
+    np.testing.assert_allclose(maps.estimated.sum(axis=(1, 2)), 1, atol=1e-5)
 
 
 @pytest.fixture
@@ -139,6 +139,6 @@ def test_the_command(command, workdir, folder):
 
 def test_rows_are_in_the_file_before_the_next_batch(tmp_path):
     with predict.table(tmp_path / "table.csv", 1) as add:
-        add([predict.Seen(Path("a.png"), None, [("cat", 0.5)])])
+        add([predict.Predicted(Path("a.png"), None, [("cat", 0.5)])])
         lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines == ["file,class 1,probability 1", "a.png,cat,0.5"]

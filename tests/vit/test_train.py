@@ -58,7 +58,7 @@ def test_three_steps(digits_run):
     assert [r["learning_rate"] for r in log[:2]] == pytest.approx([0.0, 1e-2])
     assert all(0 <= r["data_seconds"] < r["seconds"] for r in log)
     assert (workdir / "learning_curve.png").exists()
-    assert checkpoint.found(workdir) == [2, 3]
+    assert checkpoint.complete_steps(workdir) == [2, 3]
 
     run, _ = program(TRAINED)
     before, after = frequencies(run.initial()), frequencies(final_state(run, workdir))
@@ -98,7 +98,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, c
             assert ended.value.code == safety.STOPPED == 75
             assert "stopped at step 1 of 3; the same command resumes" in capsys.readouterr().out
         assert metrics.read(tmp_path / ODD / "metrics.jsonl")[-1]["step"] == stop
-    assert checkpoint.found(tmp_path / ODD) == [1]
+    assert checkpoint.complete_steps(tmp_path / ODD) == [1]
     train.train(settings, tmp_path / ODD)
 
     run, _ = program(settings)
@@ -149,7 +149,7 @@ def test_divergence_names_step_and_parameter_and_keeps_the_last_checkpoint(tmp_p
     message = "loss is nan at step 3; the first parameter .* is blocks.0.attention.key.bias"
     with pytest.raises(FloatingPointError, match=message):
         train.train(settings, tmp_path / "run")
-    assert checkpoint.found(tmp_path / "run") == [1, 2]
+    assert checkpoint.complete_steps(tmp_path / "run") == [1, 2]
 
 
 def without_dropout(**fields):

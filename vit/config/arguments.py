@@ -301,8 +301,8 @@ def given(
     if [p.kind for p in positional] == [inspect.Parameter.VAR_POSITIONAL]:
         positional *= len(words)
     if len(words) != len(positional):
-        wanted = " ".join(f"{{{'|'.join(get_args(p.annotation))}}}" for p in positional)
-        raise ValueError(f"{' '.join(words) or 'no word'}: give {wanted}")
+        expected = " ".join(f"{{{'|'.join(get_args(p.annotation))}}}" for p in positional)
+        raise ValueError(f"{' '.join(words) or 'no word'}: give {expected}")
     parsed = (Parser(p.annotation).parse(x) for p, x in zip(positional, words, strict=True))
     return list(parsed), named
 

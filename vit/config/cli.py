@@ -33,8 +33,8 @@ def command(name: str, /, *words: str, **flags: object) -> str:
         "performer-vit train --workdir=runs/photos" or "python -m vit.train --workdir=runs/photos".
     """
     module = f"vit.{name}"
-    own = next((key for key, (other, _) in _programs.items() if other == module), name)
-    program = [*_typed[:-1], own] if _typed else [sys.orig_argv[0], "-m", module]
+    given_name = next((key for key, (other, _) in _programs.items() if other == module), name)
+    program = [*_typed[:-1], given_name] if _typed else [sys.orig_argv[0], "-m", module]
     given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in flags.items()]
     return shlex.join([*program, *words, *given])
 
@@ -51,7 +51,7 @@ def programs(package: str) -> dict[str, tuple[str, str]]:
 
     A program in a folder is named "folder.program"; `__main__` has the name of its folder.
     """
-    found, spec = {}, find_spec(package)
+    listed, spec = {}, find_spec(package)
     for folder in (spec and spec.submodule_search_locations) or ():
         for path in sorted(Path(folder).rglob("*.py")):
             text = path.read_text()
@@ -59,11 +59,11 @@ def programs(package: str) -> dict[str, tuple[str, str]]:
                 line = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
                 parts = path.relative_to(folder).with_suffix("").parts
                 name = ".".join(parts).removesuffix(".__main__")
-                found[name] = f"{package}.{name}", line
-    return found
+                listed[name] = f"{package}.{name}", line
+    return listed
 
 
-def run(script: str, found: dict[str, tuple[str, str]]) -> None:
+def run(script: str, programs: dict[str, tuple[str, str]]) -> None:
     """Run the program named by the first argument, as `python -m` would; without one list them.
 
     --version prints the versions of this library and of JAX.
@@ -74,22 +74,22 @@ def run(script: str, found: dict[str, tuple[str, str]]) -> None:
     """
     first, *words = sys.argv
     if not words or words[0] in ("-h", "--help", "help"):
-        width = max(map(len, found))
-        print("\n".join(f"{script} {name:{width}}  {line}" for name, (_, line) in found.items()))
+        width = max(map(len, programs))
+        print("\n".join(f"{script} {name:{width}}  {line}" for name, (_, line) in programs.items()))
         print(f"\n{script} NAME --help lists the flags of a program.")
         return
     if words == ["--version"]:
         print(f"performer-jax {version('performer-jax')}, jax {version('jax')}")
         return
     name = words.pop(0)
-    if name not in found:
-        sys.exit(unknown(f"command of {script}:", name, found))
+    if name not in programs:
+        sys.exit(unknown(f"command of {script}:", name, programs))
     is_given = shutil.which(script) == first or first.endswith(".py")  # a file by "python -m"
-    _programs.update(found)
+    _programs.update(programs)
     _typed[:] = [*(script.split() if is_given else [first]), name]
     sys.argv = [first, *words]
     try:
-        runpy.run_module(found[name][0], run_name="__main__", alter_sys=True)
+        runpy.run_module(programs[name][0], run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
         sys.exit(f"{script} {name}: {missing(error)}")
 

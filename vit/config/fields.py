@@ -129,8 +129,8 @@ class Model:
         >>> Model("Ti/2", depth=3).size
         Size(width=192, depth=3, num_heads=3, mlp_dim=768)
         """
-        own = {name: getattr(self, name) for name in Size._fields if getattr(self, name)}
-        return parse_variant(self.variant)[0]._replace(**own)
+        given_sizes = {name: getattr(self, name) for name in Size._fields if getattr(self, name)}
+        return parse_variant(self.variant)[0]._replace(**given_sizes)
 
     @property
     def num_prefix(self) -> int:
@@ -392,9 +392,10 @@ def parse_variant(variant: str) -> tuple[Size, int]:
 
 def blocks(config: Config) -> tuple[Block, ...]:
     """Return the attention of each block: the records of the config, or its one for all."""
-    own = config.attention
-    same = Block(**{name: getattr(own, name) for name in Block._fields if hasattr(own, name)})
-    return own.blocks or (same,) * config.model.size.depth
+    attention = config.attention
+    shared = {name: x for name, x in vars(attention).items() if name in Block._fields}
+    same = Block(**shared)
+    return attention.blocks or (same,) * config.model.size.depth
 
 
 def exact(config: Config, block: Block) -> Exact:

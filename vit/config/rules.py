@@ -89,7 +89,7 @@ def validate(config: Config) -> None:
     """Raise ValueError that names fields, values and what is allowed, before any work starts."""
     check_fields(config)
     parse_variant(config.model.variant)
-    flat, own = flatten(config), config.attention
+    flat, attention = flatten(config), config.attention
     for message, holds in RULES.items():
         if not holds(config):
             raise ValueError(
@@ -98,19 +98,19 @@ def validate(config: Config) -> None:
     try:
         for block in dict.fromkeys(blocks(config)):
             parts = performer.calibration.parts(block.calibration)
-            feature_map = performer.features.get(own.feature_map)
+            feature_map = performer.features.get(attention.feature_map)
             if parts and not feature_map.exponential:
                 raise ValueError("a calibration requires the feature map positive")
             if any(exact(config, block)) and not feature_map.estimates_softmax:
                 raise ValueError("exact pairs require a feature map that estimates softmax")
-            draw = partial(performer.couplings.draw, coupling=own.coupling)
+            draw = partial(performer.couplings.draw, coupling=attention.coupling)
             sizes = dict(num_features=block.num_features, head_dim=config.model.size.head_dim)
             if block.num_features:
                 jax.eval_shape(partial(draw, **sizes), jax.random.key(0))
     except ValueError as error:
         fields = ("calibration", "coupling", "feature_map", "num_features")
         names = [f"attention.{name}" for name in fields]
-        names += [BLOCKS] * bool(own.blocks)
+        names += [BLOCKS] * bool(attention.blocks)
         given = ", ".join(f"config.{name}={flat[name]!r}" for name in names)
         raise ValueError(f"{given}: {error}") from error
 

@@ -83,8 +83,8 @@ def _of_earlier(config: Config, sizes: str, exact: str, transferred: bool) -> tu
     new = [block._replace(transferred=bool(transferred)) for block in blocks(config)]
     for i, entry in enumerate(sizes.split(",") if sizes else ()):
         names = ("num_features", "exact_keys", "exact_rows")
-        own: Any = dict(zip(names, map(int, entry.split("+")), strict=False))
-        new[i] = new[i]._replace(**own)
+        changes: Any = dict(zip(names, map(int, entry.split("+")), strict=False))
+        new[i] = new[i]._replace(**changes)
     for i in map(int, exact.split(",") if exact else ()):
         new[i] = new[i]._replace(kind="softmax")
     return tuple(new)

@@ -64,8 +64,8 @@ class ViT(nnx.Module):
         self.has_token, self.num_prefix = "token" in model.pooling, model.num_prefix
         dtype = jnp.dtype(model.dtype)
         grid = config.data.image_size // patch_size
-        own = configs.blocks(config)
-        self.grid, self.has_window = grid, any(block.exact_window for block in own)
+        records = configs.blocks(config)
+        self.grid, self.has_window = grid, any(block.exact_window for block in records)
         patch = (patch_size, patch_size)
         self.embed = nnx.Conv(
             channels, size.width, patch, patch, padding="VALID", dtype=dtype, rngs=rngs
@@ -84,7 +84,7 @@ class ViT(nnx.Module):
         norm = partial(nnx.LayerNorm, size.width, epsilon=model.epsilon, rngs=rngs)
         self.embed_norm = norm(dtype=dtype) if model.embed_norm else None
         rates = np.linspace(0, model.drop_path, size.depth).tolist()
-        blocks = [Block(config, *each, rngs) for each in zip(own, rates, strict=True)]
+        blocks = [Block(config, *each, rngs) for each in zip(records, rates, strict=True)]
         self.blocks = nnx.List(blocks)
         self.norm = None if model.final_norm == "none" else norm(dtype=jnp.float32)
         self.pool = AttentionPooling(config, rngs) if self.pooling == "attention" else None
@@ -149,9 +149,9 @@ class ViT(nnx.Module):
             return self.pool(patches)
         if self.pooling == "token+register":
             return jnp.concatenate([x[:, 0], x[:, 1]], axis=-1)
-        parts = [x[:, 0]] if self.has_token else []
-        parts += [jnp.mean(patches, axis=1)] if "mean" in self.pooling else []
-        return jnp.concatenate(parts, axis=-1) if parts[1:] else parts[0]
+        pooled = [x[:, 0]] if self.has_token else []
+        pooled += [jnp.mean(patches, axis=1)] if "mean" in self.pooling else []
+        return jnp.concatenate(pooled, axis=-1) if pooled[1:] else pooled[0]
 
 
 def split(x: Float[Array, "b s width"]) -> Float[Array, "b s width"]:
@@ -190,16 +190,16 @@ def attention_of(config: Config, block: configs.Block, rngs: nnx.Rngs) -> Callab
     """Return the `attention_fn` of a block: Flax's exact attention, or random features."""
     if block.kind == "softmax":
         return nnx.dot_product_attention
-    own, size = config.attention, config.model.size
+    attention, size = config.attention, config.model.size
     return PerformerAttention(
         block.num_features,
         size.head_dim,
-        coupling=own.coupling,
-        num_heads=None if own.share_heads else size.num_heads,
-        redraw_every=own.redraw_every,
+        coupling=attention.coupling,
+        num_heads=None if attention.share_heads else size.num_heads,
+        redraw_every=attention.redraw_every,
         calibration=block.calibration,
-        feature_map=own.feature_map,
-        implementation=None if own.implementation == "auto" else own.implementation,
+        feature_map=attention.feature_map,
+        implementation=None if attention.implementation == "auto" else attention.implementation,
         **configs.exact(config, block).options,
         split="seq",
         transferred=block.transferred,
@@ -214,9 +214,9 @@ class Block(nnx.Module):
     divided by 1 - drop_path.
     """
 
-    def __init__(self, config: Config, own: configs.Block, drop_path: float, rngs: nnx.Rngs):
+    def __init__(self, config: Config, record: configs.Block, drop_path: float, rngs: nnx.Rngs):
         model, width = config.model, config.model.size.width
-        attention_fn = attention_of(config, own, rngs)
+        attention_fn = attention_of(config, record, rngs)
         dtype = jnp.dtype(model.dtype)
         norm = partial(nnx.LayerNorm, width, epsilon=model.epsilon, dtype=dtype, rngs=rngs)
         self.attention_norm = norm()

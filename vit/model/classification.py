@@ -139,8 +139,8 @@ def label_rank(
 def results(totals: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return loss, accuracy and, with more than five classes, top5."""
     names = {"loss": "loss", "accuracy": "top1", "top5": "top5"}
-    found = {name: key for name, key in names.items() if key in totals}
-    return {name: totals[key] / totals["examples"] for name, key in found.items()}
+    counted = {name: key for name, key in names.items() if key in totals}
+    return {name: totals[key] / totals["examples"] for name, key in counted.items()}
 
 
 def layers(model: ViT) -> list[nnx.MultiHeadAttention]:
@@ -192,14 +192,14 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
     pooling, width = config.model.pooling, size.width
     n = patches + config.model.num_prefix
 
-    def of_block(block: Block) -> int:
+    def block_operations(block: Block) -> int:
         if block.kind == "softmax":
             return 4 * n**2 * width
         window = block.exact_window
         near = min(n, 3 * window + config.model.num_prefix) if window else 0
         return 4 * n * width * (2 * block.num_features + near + min(n, block.exact_keys))
 
-    attention = sum(map(of_block, blocks(config)))
+    attention = sum(map(block_operations, blocks(config)))
     mlp = (6 if config.model.activation == "swiglu" else 4) * size.mlp_dim
     layer = width * (8 * n * width + n * mlp)
     pooled = width * (4 * (patches + 1) * width + mlp + 4 * patches) * (pooling == "attention")

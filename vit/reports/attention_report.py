@@ -157,16 +157,18 @@ def report_attention(
         ValueError: if there is no such run, or its task does not describe its attention.
     """
     run = runs.restore(workdir, dataset, task, step)
-    config, own = run.config, run.config.attention
+    config, attention = run.config, run.config.attention
     records = rows(
         run.task,
         run.model(),
         runs.evaluation_examples(run.dataset, config, images),
-        coupling=own.coupling,
-        num_features=own.num_features,
+        coupling=attention.coupling,
+        num_features=attention.num_features,
         draws=draws,
         exact=configs.exact(config, configs.blocks(config)[0]),
     )
-    calibration = "none" if own.kind == "softmax" else own.calibration
-    title = f"{workdir.name}: {own.coupling}, m = {own.num_features}, calibration {calibration}"
-    return write(records, out, title + f", window {own.exact_window}" * (own.exact_window > 0))
+    calibration = "none" if attention.kind == "softmax" else attention.calibration
+    title = f"{workdir.name}: {attention.coupling}, m = {attention.num_features}"
+    title += f", calibration {calibration}"
+    title += f", window {attention.exact_window}" * (attention.exact_window > 0)
+    return write(records, out, title)

@@ -91,11 +91,11 @@ def write(counted: Tally, names: Sequence[str], folder: Path) -> str:
         f"{', '.join(shown)} of {images.sum()} images; the classes with the lowest top-1 accuracy:"
     )
     wrong = confusion - np.diag(right)
-    seen = sorted((row for row in rows if row[2]), key=lambda row: row[3])
-    for number, name, count, *shares in seen[:10]:
+    worst = sorted((row for row in rows if row[2]), key=lambda row: row[3])
+    for number, name, count, *shares in worst[:10]:
         taken_for = f"; most often taken for {names[int(np.argmax(wrong[number]))]}"
-        of_class = ", ".join(f"{top} {x:.4f}" for top, x in zip(tops, shares, strict=True))
-        text += f"\n  {number:5d} {name}: {of_class} of {count}"
+        shown_shares = ", ".join(f"{top} {x:.4f}" for top, x in zip(tops, shares, strict=True))
+        text += f"\n  {number:5d} {name}: {shown_shares} of {count}"
         text += taken_for * bool(wrong[number].any())
     return text
 

@@ -100,8 +100,8 @@ def plot_learning_curve(log: Path, png: Path) -> None:
 
 def _loss_first(names: Iterable[str]) -> list[str]:
     """Return the names of the training metrics, without the prefix "train_"."""
-    own = [name.removeprefix("train_") for name in names if name.startswith("train_")]
-    return sorted(own, key=lambda name: (name != "loss", name))
+    training = [name.removeprefix("train_") for name in names if name.startswith("train_")]
+    return sorted(training, key=lambda name: (name != "loss", name))
 
 
 def results(record: Record) -> str:

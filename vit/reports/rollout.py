@@ -27,7 +27,7 @@ from vit.reports import report
 class Maps(NamedTuple):
     """Weight of each patch in n images; each map sums to 1."""
 
-    own: Float[Array, "n side side"]
+    estimated: Float[Array, "n side side"]
     """Maps of the model's own attention: the estimate of its frequencies, or softmax."""
     exact: Float[Array, "n side side"]
     """Maps of softmax of the same queries and keys."""
@@ -50,18 +50,18 @@ def maps(model: ViT, images: Array) -> Maps:
         model: in evaluation mode.
         images: (n, size, size, c), input of the model.
     """
-    own, exact = [], []
+    estimated, exact = [], []
     triples = classification.projections(model, {"image": images})
     for layer, (query, key, _) in zip(classification.layers(model), triples, strict=True):
         products = jnp.einsum("bthd,bshd->bhts", query, key) / query.shape[-1] ** 0.5
         exact.append(jax.nn.softmax(products.astype(jnp.float32)))
         estimate = layer.attention_fn
         if not isinstance(estimate, PerformerAttention):
-            own.append(exact[-1])
+            estimated.append(exact[-1])
             continue
-        own.append(attention_weights(query, key, **estimate.estimate))
+        estimated.append(attention_weights(query, key, **estimate.estimate))
     tokens = model.has_token, model.num_prefix, model.order
-    return Maps(*(_on_patches(rollout(jnp.stack(x)), *tokens) for x in (own, exact)))
+    return Maps(*(_on_patches(rollout(jnp.stack(x)), *tokens) for x in (estimated, exact)))
 
 
 def _on_patches(
@@ -86,7 +86,7 @@ def draw(image: np.ndarray, title: str, maps: Maps, path: Path, *, same: bool) -
     """
     shown = {"exact attention": maps.exact}
     if not same:
-        shown = {"estimated attention": maps.own, **shown}
+        shown = {"estimated attention": maps.estimated, **shown}
     with report.style():
         drawn, axes = report.figure(path, columns=1 + len(shown))
         picture = augment.to_pil(image).convert("RGB")

@@ -58,8 +58,8 @@ class Address(pathlib.PosixPath):
 
     def _listed(self, method: str, *args: Any) -> Iterator["Address"]:
         with _as_os_error(self):
-            found = list(getattr(_epath(self), method)(*args))
-        return (Address(str(each)) for each in found)
+            matches = list(getattr(_epath(self), method)(*args))
+        return (Address(str(each)) for each in matches)
 
     def exists(self, **_: Any) -> bool:
         """Return True for an object, or for the beginning of the names of some."""

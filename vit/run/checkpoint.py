@@ -62,7 +62,7 @@ class Checkpoints:
         finish(self)
 
 
-def found(workdir: Path) -> list[int]:
+def complete_steps(workdir: Path) -> list[int]:
     """Return the steps of all complete checkpoints, readable or not.
 
     On a disk a complete one has its final name, in a bucket an object that is written last.
@@ -162,8 +162,8 @@ def _failing_as_save_error(checkpoints: Checkpoints) -> Iterator[None]:
         raise SaveError(
             f"a checkpoint could not be written to {checkpoints.workdir / 'checkpoints'}:"
             f" {type(error).__name__}: {' '.join(str(error).split())[:500]}. The checkpoints"
-            f" of steps {found(checkpoints.workdir)} are complete. Fix the cause (is the disk"
-            " full?); the same command resumes from the last of them"
+            f" of steps {complete_steps(checkpoints.workdir)} are complete. Fix the cause (is the"
+            " disk full?); the same command resumes from the last of them"
         ) from error
 
 
@@ -177,7 +177,7 @@ def chosen_steps(workdir: Path, step: int | str | None) -> list[int]:
     Raises:
         ValueError: when no such checkpoint exists.
     """
-    there = found(workdir)
+    there = complete_steps(workdir)
     if not there:
         raise ValueError(f"{workdir} has no checkpoint yet")
     if step is None:
@@ -230,7 +230,7 @@ def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[i
 def set_aside(workdir: Path, step: int) -> None:
     """Move the unreadable checkpoints after `step` to `workdir`/unreadable."""
     if jax.process_index() == 0:
-        for number in found(workdir):
+        for number in complete_steps(workdir):
             if number > step:
                 target = workdir / "unreadable" / str(number)
                 buckets.move(workdir / "checkpoints" / str(number), target)

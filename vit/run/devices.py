@@ -161,15 +161,15 @@ def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
         ValueError: when the number of devices does not fit `fsdp`, `seq` or the batch size.
     """
     devices = jax.devices() if devices is None else devices
-    seq, parts, there = config.seq, config.optim.accumulate, f"the {len(devices)} devices"
+    seq, accumulated, there = config.seq, config.optim.accumulate, f"the {len(devices)} devices"
     if (jax.local_device_count() % seq and jax.process_count() > 1) or len(devices) % seq:
         raise ValueError(f"config.seq={seq} does not divide {there}, or those of a process")
     count = len(devices) // seq
     there += f" / config.seq={seq}" * (seq > 1)
     if count % config.fsdp:
         raise ValueError(f"config.fsdp={config.fsdp} does not divide {there}")
-    if config.data.batch_size % (count * parts):
-        times = f" times config.optim.accumulate={parts}" * (parts > 1)
+    if config.data.batch_size % (count * accumulated):
+        times = f" times config.optim.accumulate={accumulated}" * (accumulated > 1)
         raise ValueError(
             f"config.data.batch_size={config.data.batch_size} is not divisible by {there}{times}"
         )

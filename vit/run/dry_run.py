@@ -155,7 +155,7 @@ def plan(
         train = compiled(program.train, program.abstract, batch, gpu=gpu)
     for counted in ("operations", "bytes"):  # the compiler counts the body of a loop once
         train[counted] *= config.optim.accumulate
-    found = {
+    counts = {
         "device": there[0].device_kind,
         "num_devices": len(there),
         "mesh": dict(mesh.shape),
@@ -170,7 +170,7 @@ def plan(
         "train": train,
         "evaluate": compiled(program.evaluate, program.abstract, masked, gpu=gpu),
     }
-    return found | limits(found, devices.peak_of(there[0].device_kind))
+    return counts | limits(counts, devices.peak_of(there[0].device_kind))
 
 
 def parameter_table(state: nnx.State) -> str:
@@ -246,15 +246,15 @@ def compiled(function: Any, *arguments: Any, gpu: bool) -> dict[str, Any]:
 
 def collectives(text: str) -> dict[str, tuple[int, int]]:
     """Return the number of collectives by kind in a compiled program, and their bytes."""
-    found: dict[str, list[int]] = collections.defaultdict(list)
+    by_kind: dict[str, list[int]] = collections.defaultdict(list)
     for kind in COLLECTIVES:
         for shapes in re.findall(rf"= (\(.*?\)|\S+) {kind}(?:-start)?\(", text):
             sizes = [
                 BYTES.get(dtype, 4) * math.prod(int(n) for n in re.findall(r"\d+", shape))
                 for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", shapes)
             ]
-            found[kind].append(sum(sizes))
-    return {kind: (len(sizes), sum(sizes)) for kind, sizes in found.items()}
+            by_kind[kind].append(sum(sizes))
+    return {kind: (len(sizes), sum(sizes)) for kind, sizes in by_kind.items()}
 
 
 def text(plan: Plan) -> str:
@@ -275,11 +275,11 @@ def text(plan: Plan) -> str:
     ]
     has = f"; it has {plan['has']['gib']:,.0f} GiB" if plan["has"] else ""
     for name, cost in [("training step", plan["train"]), ("evaluation step", plan["evaluate"])]:
-        parts = ", ".join(f"{k} {v / gib:,.3f} GiB" for k, v in cost["memory"].items())
+        memory = ", ".join(f"{k} {v / gib:,.3f} GiB" for k, v in cost["memory"].items())
         operations, traffic = cost["operations"] / 1e12, cost["bytes"] / gib
         lines += [
             f"{name}, per device:",
-            f"  memory: {parts}{has}",
+            f"  memory: {memory}{has}",
             f"  operations {operations:,.4f} TFLOP, traffic {traffic:,.3f} GiB"
             if operations
             else "  operations and traffic: this compiler does not count them",

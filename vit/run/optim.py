@@ -62,14 +62,14 @@ def optimizer(
         return "kernel" in [getattr(key, "key", 0) for key in path]
 
     mask = partial(jax.tree.map_with_path, is_kernel)
-    parts = [optax.adamw(rate, b2=optim.b2, weight_decay=optim.weight_decay, mask=mask)]
+    transforms = [optax.adamw(rate, b2=optim.b2, weight_decay=optim.weight_decay, mask=mask)]
     if optim.layer_decay != 1:
-        parts = [*parts, _layer_wise(optim.layer_decay, distances)]
+        transforms = [*transforms, _layer_wise(optim.layer_decay, distances)]
     if optim.clip_norm:
-        parts = [optax.clip_by_global_norm(optim.clip_norm), *parts]
+        transforms = [optax.clip_by_global_norm(optim.clip_norm), *transforms]
     if optim.ema:
-        parts = [*parts, running_mean(optim.ema)]
-    return optax.chain(*parts)
+        transforms = [*transforms, running_mean(optim.ema)]
+    return optax.chain(*transforms)
 
 
 def _layer_wise(

@@ -236,8 +236,8 @@ def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
 
 def shared_settings(config: configs.Config, dataset: data.Dataset, task: Task) -> dict[str, Any]:
     """Return the settings that must be equal on all hosts."""
-    own = ("data.dir", "data.num_workers")  # may differ between hosts
-    fields = {f"config.{k}": v for k, v in configs.flatten(config).items() if k not in own}
+    local_fields = ("data.dir", "data.num_workers")  # may differ between hosts
+    fields = {f"config.{k}": v for k, v in configs.flatten(config).items() if k not in local_fields}
     return fields | description(dataset, task)
 
 
@@ -263,7 +263,7 @@ def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
     Raises:
         ValueError: when no checkpoint can be read, or their folder is missing and there is a log.
     """
-    if not devices.agree(bool(checkpoint.found(workdir))):
+    if not devices.agree(bool(checkpoint.complete_steps(workdir))):
         step, folder = last_step(workdir / "metrics.jsonl"), workdir / "checkpoints"
         if step and not folder.exists():
             raise ValueError(

@@ -118,7 +118,7 @@ def interruption() -> Iterator[Callable[[], bool]]:
             event.set()
         return event.is_set()
 
-    def asked(number: int, _: Any) -> object:
+    def stop(number: int, _: Any) -> object:
         if several:
             return signal.raise_signal(signal.SIGTERM)  # JAX handles it, for `agreed`
         event.set()
@@ -130,7 +130,7 @@ def interruption() -> Iterator[Callable[[], bool]]:
         numbers.append(signal.SIGHUP)
     if threading.current_thread() is not threading.main_thread():  # signals reach only the main one
         numbers = []
-    previous: dict[int, Any] = {number: signal.signal(number, asked) for number in numbers}
+    previous: dict[int, Any] = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield agreed if several else event.is_set
     finally:

@@ -169,8 +169,8 @@ def train_step(
     redraw(streams.frequencies.key[...], model, step)
     key = jax.random.fold_in(streams.mixup.key[...], step)
     examples = task.examples(config, key, batch)
-    parts, rows = config.optim.accumulate, len(jax.tree.leaves(batch)[0])
-    loss, sums, gradients = loss_and_gradients(task, model, examples, parts)
+    count, rows = config.optim.accumulate, len(jax.tree.leaves(batch)[0])
+    loss, sums, gradients = loss_and_gradients(task, model, examples, count)
     optimizer.update(model, gradients)
     finite = jax.tree.map(
         lambda *arrays: jnp.all(jnp.stack([jnp.isfinite(x).all() for x in arrays])),
@@ -187,7 +187,7 @@ def train_step(
 
 
 def loss_and_gradients(
-    task: Task, model: Model, examples: Any, parts: int
+    task: Task, model: Model, examples: Any, count: int
 ) -> tuple[jax.Array, Sums, nnx.State]:
     """Return the mean loss of the examples, the sums of `task.loss`, and the gradients.
 
@@ -198,7 +198,7 @@ def loss_and_gradients(
 
     def share(model: Model, examples: Any) -> tuple[jax.Array, Sums]:
         loss, sums = task.loss(model, examples)
-        return loss / parts, sums
+        return loss / count, sums
 
     def part(carry: Any, examples: Any) -> tuple[Any, Sums]:
         rest, total = carry
@@ -208,7 +208,7 @@ def loss_and_gradients(
         return (rest, jax.tree.map(jnp.add, total, (loss, gradients))), sums
 
     def split(x: jax.Array) -> jax.Array:  # rows stay on their device
-        return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
 
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
     (rest, (loss, gradients)), sums = jax.lax.scan(

@@ -66,7 +66,7 @@ def read(path: Path) -> Encoder:
     try:
         with safetensors.safe_open(path, framework="flax") as file:
             names = sorted(file.keys())
-            arrays = {name: np.asarray(file.get_tensor(name)) for name in library.wanted(names)}
+            arrays = {name: np.asarray(file.get_tensor(name)) for name in library.to_read(names)}
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} cannot be read as a file of safetensors: {error}") from error
     lines = left_out(names, arrays, ".", 2)
@@ -90,9 +90,9 @@ def _beside(path: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file of the same folder; empty if there is none."""
     place = path.parent / name
     try:
-        found = files.parsed(place.read_bytes()) if place.exists() else {}
+        content = files.parsed(place.read_bytes()) if place.exists() else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{place} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{place} is no JSON object")
-    return found
+    return content

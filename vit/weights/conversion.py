@@ -57,9 +57,9 @@ def uniform(query: Array, key: Array, value: Array, is_causal: bool = False, **_
 
 def measured_layers(task: Task, model: nnx.Module, batches: Iterable[Any]) -> Measured:
     """Measure the task's layers; others, as pooling by attention, stay exact."""
-    own = {id(layer) for layer in task.layers(model)}
-    found = [path for path, module in nnx.iter_modules(model) if id(module) in own]
-    paths = {".".join(map(str, path)) for path in found}
+    layer_ids = {id(layer) for layer in task.layers(model)}
+    layer_paths = [path for path, module in nnx.iter_modules(model) if id(module) in layer_ids]
+    paths = {".".join(map(str, path)) for path in layer_paths}
     return measure(model, batches, call=task.count, where=paths.__contains__)
 
 
@@ -120,11 +120,11 @@ def samples(task: Task, model: Model, batches: Iterable[data.Batch]) -> list[Sam
     """Return queries and keys of each layer of a model."""
     projections = nnx.jit(task.projections)
     layers = zip(*(projections(model, batch) for batch in batches), strict=True)
-    parts = [list(zip(*layer, strict=True))[:2] for layer in layers]
-    return [Sample.of(*map(jnp.concatenate, layer)) for layer in parts]
+    pairs = [list(zip(*layer, strict=True))[:2] for layer in layers]
+    return [Sample.of(*map(jnp.concatenate, layer)) for layer in pairs]
 
 
-def errors(task: Task, old: Model, new: Model, seen: Sequence[Sample]) -> list[float]:
+def errors(task: Task, old: Model, new: Model, samples: Sequence[Sample]) -> list[float]:
     """Return the relative squared error of each layer's attention matrix, mean over its heads.
 
     Args:
@@ -133,7 +133,7 @@ def errors(task: Task, old: Model, new: Model, seen: Sequence[Sample]) -> list[f
         new: model with another attention.
         seen: queries and keys of each layer of `old`.
     """
-    pairs = zip(task.layers(old), task.layers(new), seen, strict=True)
+    pairs = zip(task.layers(old), task.layers(new), samples, strict=True)
     return [
         0.0 if is_same(*layers) else float(_error(task.is_causal, layers[1], sample))
         for *layers, sample in pairs

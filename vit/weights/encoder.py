@@ -88,18 +88,18 @@ def as_float32(arrays: Arrays) -> Arrays:
     Raises:
         ValueError: if arrays are not finite or of another type; all are listed.
     """
-    found, bad = {}, []
+    weights, bad = {}, []
     for name, array in arrays.items():
         array = array.view(jnp.bfloat16) if array.dtype == "V2" else array
         if not jnp.issubdtype(array.dtype, jnp.floating):
             bad.append(f"{name}: of type {array.dtype}")
             continue
         with np.errstate(over="ignore"):  # a float64 too large becomes inf, which is refused
-            found[name] = array.astype(np.float32)
-        bad += [] if np.isfinite(found[name]).all() else [f"{name}: not finite"]
+            weights[name] = array.astype(np.float32)
+        bad += [] if np.isfinite(weights[name]).all() else [f"{name}: not finite"]
     if bad:
         raise ValueError("arrays that are no weights:\n  " + "\n  ".join(bad))
-    return found
+    return weights
 
 
 def from_pytorch(arrays: Arrays, names: Mapping[str, str], metadata: Metadata) -> Encoder:
@@ -128,11 +128,11 @@ def check_places(origin: str, strange: Arrays) -> None:
         raise ValueError(f"{origin} has parts that have no place in this ViT:\n  {lines}")
 
 
-def put(named: Arrays, parts: Arrays, name: str) -> None:
+def put(named: Arrays, pieces: Arrays, name: str) -> None:
     """Add the parts of the array `name`; ValueError if a place is taken."""
-    if taken := parts.keys() & named.keys():
+    if taken := pieces.keys() & named.keys():
         raise ValueError(f"{name} is one of two arrays in the place of {', '.join(taken)}")
-    named |= parts
+    named |= pieces
 
 
 def built(named: Arrays, metadata: Metadata) -> Encoder:

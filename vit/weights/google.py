@@ -115,12 +115,12 @@ def renamed(arrays: Mapping[str, np.ndarray]) -> Arrays:
     named: Arrays = {}
     for name, array in arrays.items():
         place = _place(name)
-        parts = {place: array}
+        pieces = {place: array}
         if place in ("token", "position"):  # theirs have leading axes of length 1
-            parts = {place: array.reshape(-1, array.shape[-1])}
+            pieces = {place: array.reshape(-1, array.shape[-1])}
         elif "*" in place:
-            parts = {place.replace("*", str(i)): part for i, part in enumerate(array)}
-        put(named, parts, name)
+            pieces = {place.replace("*", str(i)): piece for i, piece in enumerate(array)}
+        put(named, pieces, name)
     check_places(ORIGIN, {x: named[x] for x in named if x.startswith("Transformer/")})
     return named
 

@@ -80,7 +80,7 @@ PREFIX = r"^(vit|deit|dinov2|dinov2_with_registers|vision_model)\."
 LEFT_OUT = r"text_model\..*|logit_(scale|bias)|embeddings\.(mask_token|position_ids)|pooler\..*"
 
 
-def wanted(names: list[str]) -> list[str]:
+def to_read(names: list[str]) -> list[str]:
     """Return the names of the arrays that are read: a classifier of SigLIP needs no pooling."""
     left_out = LEFT_OUT + (r"|head\..*" if "classifier.weight" in names else "")
     return [name for name in names if not re.fullmatch(left_out, re.sub(PREFIX, "", name))]
@@ -90,7 +90,7 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
     """Build the encoder of a file.
 
     Args:
-        arrays: those that are `wanted`.
+        arrays: those of `to_read`.
         config: `config.json`.
         preprocessor: `preprocessor_config.json`, or nothing.
 

@@ -91,7 +91,7 @@ VALUES = {
 """Arguments with a restricted set of supported values."""
 
 
-def wanted(names: list[str]) -> list[str]:
+def to_read(names: list[str]) -> list[str]:
     """Return the names of the arrays that are read."""
     return [name for name in names if name != "mask_token"]
 
@@ -100,7 +100,7 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
     """Build the encoder of a file.
 
     Args:
-        arrays: those that are `wanted`.
+        arrays: those of `to_read`.
         config: `config.json` as timm writes it.
         preprocessor: `preprocessor_config.json`, whose mean and deviation have precedence.
 

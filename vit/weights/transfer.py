@@ -101,8 +101,8 @@ def init_from(
         )
     configs.validate(config)
     if task is None:  # images: no data are needed
-        own = use.load(source)
-        trained = Source(own.config, own.step, own.class_names, own.model)
+        donor = use.load(source)
+        trained = Source(donor.config, donor.step, donor.class_names, donor.model)
     else:
         of_folder(source, task.name)
         run = runs.restore(source)

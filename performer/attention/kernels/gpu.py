@@ -137,11 +137,11 @@ def fine(left: Array, right: Array) -> Array:
     """A product of operands with float32, which is two operands if products are in bfloat16."""
     dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
 
-    def parts(x):
+    def summands(x):
         high = x.astype(dtype)
         return (high,) if x.dtype == dtype else (high, (x - high.astype(f32)).astype(dtype))
 
-    return reduce(jnp.add, (dot(x, y) for x in parts(left) for y in parts(right)))
+    return reduce(jnp.add, (dot(x, y) for x in summands(left) for y in summands(right)))
 
 
 def times(left: Float[Array, "r n"], numbers: Float[Array, " n"]) -> Float[Array, " r"]:
@@ -220,12 +220,12 @@ def no_weights(*refs) -> Any:
     return jax.tree.map(lambda ref: jnp.zeros(ref.shape, f32), refs)
 
 
-def add_weights(sums, tokens: Array, of_exponents: Float[Array, "m s"]) -> Any:
+def add_weights(sums, tokens: Array, exponent_gradient: Float[Array, "m s"]) -> Any:
     """Add the gradients of frequencies and of weights of features from these tokens."""
     w, *bias = sums
     if w is not None:
-        w += dot(of_exponents.astype(tokens.dtype), tokens)
-    return w, *(y if y is None else y + jnp.sum(of_exponents, axis=1) for y in bias)
+        w += dot(exponent_gradient.astype(tokens.dtype), tokens)
+    return w, *(y if y is None else y + jnp.sum(exponent_gradient, axis=1) for y in bias)
 
 
 def from_queries(x: Operands, state: State, log, gradient, grads: Operands, queries: Span):
@@ -268,8 +268,8 @@ def from_keys(x: Operands, c, ds, dz, grads: Operands, keys: Span, scale: float)
         keys.write(grads.value, i, dot(f.astype(value.dtype), dz.astype(value.dtype)))
         return add_weights(weights, key, dl.T)
 
-    of_weights = grads.w_key, grads.feature_bias
-    put(of_weights, keys.each(step, no_weights(*of_weights)))
+    weight_gradients = grads.w_key, grads.feature_bias
+    put(weight_gradients, keys.each(step, no_weights(*weight_gradients)))
 
 
 def write_key(i, key: Array, dk: Array, dl: Float[Array, " s"], grads, keys: Span, scale) -> None:
@@ -434,8 +434,8 @@ def _causal_keys_backward(program: Program, x, maxima, logs, gradient, later, gr
         earlier = tokens.exp(c - after)
         return (ds * earlier - times(p, a), dz * earlier[:, None] + dot(p, g)), weights
 
-    of_weights = grads.w_key, grads.feature_bias
-    put(of_weights, tokens.each(step, (first, no_weights(*of_weights)))[1])
+    weight_gradients = grads.w_key, grads.feature_bias
+    put(weight_gradients, tokens.each(step, (first, no_weights(*weight_gradients)))[1])
 
 
 SCHEDULE = {

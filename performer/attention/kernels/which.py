@@ -226,9 +226,9 @@ def unsupported(call: Call, platform: str) -> str:
 
 
 @cache
-def warn(what: str) -> None:
+def warn(reason: str) -> None:
     """Warn once that there is no kernel, and why."""
-    warnings.warn(f"implementation='pallas' {what}", stacklevel=4)
+    warnings.warn(f"implementation='pallas' {reason}", stacklevel=4)
 
 
 def heads_and_block(call: Call) -> tuple[int, int] | None:
@@ -342,8 +342,8 @@ def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
             return ordinary(x), varying(zeros, x)
 
         output, rest = by_platform(with_residuals, otherwise, x)
-        asked = (*perturbed[2:], perturbed.keys.log_weights)
-        return output, (x, rest, Wanted(*map(bool, asked)))
+        perturbed_arguments = (*perturbed[2:], perturbed.keys.log_weights)
+        return output, (x, rest, Wanted(*map(bool, perturbed_arguments)))
 
     def backward(saved, gradient):
         x, rest, wanted = saved

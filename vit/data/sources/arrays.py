@@ -65,16 +65,16 @@ def read_idx_folder(source: Path, _: str = "") -> Source | None:
     Raises:
         ValueError: if files are damaged or contradict one another.
     """
-    found, files = [], []
+    by_file, files = [], []
     for path in sorted(source.glob("*-images-idx3-ubyte*")):
         prefix = path.name.split("-images-idx3-ubyte")[0]
         labels = sorted(source.glob(f"{prefix}-labels-idx1-ubyte*"))
         if not labels:
             raise ValueError(f"{path} has no labels next to it ({prefix}-labels-idx1-ubyte)")
         split = "train" if prefix.endswith("train") else "test"
-        found.append((split, Arrays(str(path), read_idx(path, 3), read_idx(labels[0], 1))))
+        by_file.append((split, Arrays(str(path), read_idx(path, 3), read_idx(labels[0], 1))))
         files += [path, labels[0]]
-    return _source(source, found, files)
+    return _source(source, by_file, files)
 
 
 def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
@@ -98,7 +98,7 @@ def read_npz(source: Path, _: str = "") -> Source | None:
     Raises:
         ValueError: if an array cannot be used; the message lists the arrays.
     """
-    found: list[tuple[str, Arrays]] = []
+    by_file: list[tuple[str, Arrays]] = []
     paths = sorted(source.glob("*.npz"))
     for path in paths:
         # TypeError: a broken header. ValueError: an array of Python objects.
@@ -116,9 +116,9 @@ def read_npz(source: Path, _: str = "") -> Source | None:
                 f" split; it holds {there}"
             )
         for split, key in images.items():
-            own = Arrays(f"{path}:{key}", arrays[key], arrays[labels[split]], names)
-            found.append((split, own))
-    return _source(source, found, paths)
+            member = Arrays(f"{path}:{key}", arrays[key], arrays[labels[split]], names)
+            by_file.append((split, member))
+    return _source(source, by_file, paths)
 
 
 def _by_split(path: Path, arrays: Iterable[str], words: set[str]) -> dict[str, str]:
@@ -127,15 +127,17 @@ def _by_split(path: Path, arrays: Iterable[str], words: set[str]) -> dict[str, s
     return {split_of(key, split_of(path.stem)): key for key in keys}
 
 
-def _source(folder: Path, found: list[tuple[str, Arrays]], files: Sequence[Path]) -> Source | None:
+def _source(
+    folder: Path, by_file: list[tuple[str, Arrays]], files: Sequence[Path]
+) -> Source | None:
     """Return the source of arrays by split; ValueError if they are no pictures with classes."""
-    if not found:
+    if not by_file:
         return None
-    splits = by_split(folder, ((split, arrays.name, arrays) for split, arrays in found))
+    splits = by_split(folder, ((split, arrays.name, arrays) for split, arrays in by_file))
     for arrays in splits.values():
         _check(arrays)
-    of_files = [splits[name] for name in sorted(splits, key=lambda name: name != "train")]
-    names = class_names(folder, {x.name: x.names for x in of_files})
+    ordered = [splits[name] for name in sorted(splits, key=lambda name: name != "train")]
+    names = class_names(folder, {x.name: x.names for x in ordered})
     if not names:
         names = placeholders(1 + max(int(arrays.labels.max()) for arrays in splits.values()))
     channels = 3 if any(x.images.shape[3:] == (3,) for x in splits.values()) else 1

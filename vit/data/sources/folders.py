@@ -31,21 +31,21 @@ def is_hidden(path: Path) -> bool:
 
 def pictures(folder: Path) -> list[Path]:
     """Return the pictures in a folder and in folders below it."""
-    found, entered = [], set()
+    paths_below, entered = [], set()
     for place, names, files in os.walk(folder, followlinks=True):
         status = os.stat(place)
         is_new = (status.st_dev, status.st_ino) not in entered  # links may form a cycle
         entered.add((status.st_dev, status.st_ino))
         names[:] = [name for name in names if is_new and not is_hidden(Path(name))]
         paths = (Path(place, name) for name in files if is_new)
-        found += [path for path in paths if is_picture(path) and not is_hidden(path)]
-    return sorted(found)
+        paths_below += [path for path in paths if is_picture(path) and not is_hidden(path)]
+    return sorted(paths_below)
 
 
 def classes(folder: Path) -> dict[str, list[Path]]:
     """Return the pictures of each class folder in a folder."""
-    found = {path.name: pictures(path) for path in folders(folder)}
-    return {name: paths for name, paths in found.items() if paths}
+    by_class = {path.name: pictures(path) for path in folders(folder)}
+    return {name: paths for name, paths in by_class.items() if paths}
 
 
 def split_folders(source: Path) -> list[Path]:
@@ -71,30 +71,35 @@ def read_splits(source: Path, _: str = "") -> Source | None:
     Raises:
         ValueError: if there is no training split, or training lacks a class of another split.
     """
-    found = ((folder, classes(folder)) for folder in split_folders(source))
-    parts = [(SPLITS[folder.name.lower()], f"{folder.name}/", own) for folder, own in found if own]
-    splits = by_split(source, parts)
+    named = ((folder, classes(folder)) for folder in split_folders(source))
+    given_splits = [
+        (SPLITS[folder.name.lower()], f"{folder.name}/", by_class)
+        for folder, by_class in named
+        if by_class
+    ]
+    splits = by_split(source, given_splits)
     if not splits:
         return None
-    for _, folder, own in parts:
-        if unknown := sorted(own.keys() - splits.get("train", {}).keys()):
+    for _, folder, by_class in given_splits:
+        if unknown := sorted(by_class.keys() - splits.get("train", {}).keys()):
             raise ValueError(f"{source / folder} has classes that train/ lacks: {unknown[:5]}")
     return _source(in_order(splits["train"]), splits)
 
 
 def read_classes(source: Path, _: str = "") -> Source | None:
     """Read class folders."""
-    found = classes(source)
-    return _source(in_order(found), {"train": found}) if found else None
+    by_class = classes(source)
+    return _source(in_order(by_class), {"train": by_class}) if by_class else None
 
 
 def _source(names: Sequence[str], splits: dict[str, dict[str, list[Path]]]) -> Source:
-    files = [path for own in splits.values() for paths in own.values() for path in paths]
-    return Source(names, 0, {k: partial(_examples, own) for k, own in splits.items()}, files)
+    files = [path for by_class in splits.values() for paths in by_class.values() for path in paths]
+    examples = {split: partial(_examples, by_class) for split, by_class in splits.items()}
+    return Source(names, 0, examples, files)
 
 
-def _examples(own: dict[str, list[Path]]) -> Iterator[Example]:
-    for name, paths in own.items():
+def _examples(by_class: dict[str, list[Path]]) -> Iterator[Example]:
+    for name, paths in by_class.items():
         for path in paths:
             yield Example(str(path), partial(content, path), name)
 

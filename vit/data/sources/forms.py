@@ -68,9 +68,9 @@ def read(folder: Path, labels_column: str = "") -> Source:
     """
     if not folder.is_dir():
         raise ValueError(f"--source={folder} is no folder")
-    found = find(folder, labels_column)
-    if found is None:
+    first = find(folder, labels_column)
+    if first is None:
         number = sum(is_picture(path) for path in folder.iterdir())
         alone = f" ({number} pictures without classes)" * bool(number)
         raise ValueError(f"--source={folder} holds none of these{alone}: {', '.join(FORMS)}")
-    return found[1]
+    return first[1]

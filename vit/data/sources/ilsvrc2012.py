@@ -17,7 +17,7 @@ from vit.data.sources.source import Example, Source, reading
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 
 
-def found(folder: Path) -> bool:
+def has_archives(folder: Path) -> bool:
     """Detect one of the two archives."""
     return (folder / TRAIN_TAR).exists() or (folder / VAL_TAR).exists()
 
@@ -28,7 +28,7 @@ def read(source: Path, _: str = "") -> Source | None:
     Raises:
         ValueError: if an archive is missing or damaged, or holds other files.
     """
-    if not found(source):
+    if not has_archives(source):
         return None
     with _tar(source / TRAIN_TAR), _tar(source / VAL_TAR):  # hours before their turn comes
         folder = importlib.resources.files("tensorflow_datasets") / "datasets" / "imagenet2012"

@@ -93,15 +93,15 @@ def by_split(folder: Path, parts: Iterable[tuple[str, str, Part]]) -> dict[str, 
     Raises:
         ValueError: if two parts are of the same split.
     """
-    found: dict[str, tuple[str, Part]] = {}
+    splits: dict[str, tuple[str, Part]] = {}
     for split, name, part in parts:
-        if split in found:
+        if split in splits:
             raise ValueError(
-                f"{folder} holds both {found[split][0]} and {name} for the split {split!r}: rename"
+                f"{folder} holds both {splits[split][0]} and {name} for the split {split!r}: rename"
                 " or remove one"
             )
-        found[split] = name, part
-    return {split: part for split, (_, part) in found.items()}
+        splits[split] = name, part
+    return {split: part for split, (_, part) in splits.items()}
 
 
 def column_of_labels(path: Path, columns: Sequence[str], named: str) -> str:
@@ -194,7 +194,8 @@ def holdout(labels: Sequence[str], share: float, seed: int) -> np.ndarray:
     taken = rest[((np.arange(number) + rng.random()) * (len(rest) / number)).astype(int)]
     held = np.zeros(len(classes), bool)
     held[taken] = True
-    sizes, of_class = np.bincount(classes), np.bincount(classes[held], minlength=classes.max() + 1)
-    missed = np.flatnonzero((of_class == 0) & (sizes >= LEAST))
+    sizes = np.bincount(classes)
+    held_sizes = np.bincount(classes[held], minlength=len(sizes))
+    missed = np.flatnonzero((held_sizes == 0) & (sizes >= LEAST))
     held[rest[np.searchsorted(classes[rest], missed)]] = True
     return held

@@ -56,11 +56,11 @@ def read(source: Path, labels_column: str = "") -> Source | None:
         ValueError: if a table cannot be read, names few pictures of the folder, or a column of
             classes or splits is ambiguous.
     """
-    found = [(source, None)]
-    found += [(f, SPLITS[f.name.lower()]) for f in folders(source) if f.name.lower() in SPLITS]
+    places = [(source, None)]
+    places += [(f, SPLITS[f.name.lower()]) for f in folders(source) if f.name.lower() in SPLITS]
     examples: dict[str, list[Example]] = defaultdict(list)
     files: list[Path] = []
-    for folder, split in found:
+    for folder, split in places:
         paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
         paths = [path for path in paths if not path.is_dir()]
         find = _finder(folder)
@@ -126,11 +126,11 @@ def _table(path: Path, find: Callable[[str], Path | None]) -> Table | None:
     rows = _rows(path)
     if not rows:
         return None
-    found = [[find(row[column]) for row in rows] for column in range(len(rows[0]))]
-    named = max(range(len(found)), key=lambda column: sum(map(bool, found[column])))
-    hits = sum(map(bool, found[named]))
+    columns = [[find(row[column]) for row in rows] for column in range(len(rows[0]))]
+    named = max(range(len(columns)), key=lambda column: sum(map(bool, columns[column])))
+    hits = sum(map(bool, columns[named]))
     if 2 * hits < len(rows) - 1:
-        look = [sum(is_picture(Path(row[i])) for row in rows) for i in range(len(found))]
+        look = [sum(is_picture(Path(row[i])) for row in rows) for i in range(len(columns))]
         if 2 * max(look) < len(rows):
             return None
         raise ValueError(
@@ -139,9 +139,9 @@ def _table(path: Path, find: Callable[[str], Path | None]) -> Table | None:
         )
     if not hits:
         return None
-    if found[named][0]:  # no header
-        return Table(path, [str(i + 1) for i in range(len(found))], rows, named, found[named])
-    return Table(path, rows[0], rows[1:], named, found[named][1:])
+    if columns[named][0]:  # no header
+        return Table(path, [str(i + 1) for i in range(len(columns))], rows, named, columns[named])
+    return Table(path, rows[0], rows[1:], named, columns[named][1:])
 
 
 def _rows(path: Path) -> Rows:
@@ -185,22 +185,22 @@ def _finder(folder: Path) -> Callable[[str], Path | None]:
 
     @cache
     def index() -> dict[str, list[Path]]:
-        found: dict[str, list[Path]] = defaultdict(list)
+        by_name: dict[str, list[Path]] = defaultdict(list)
         for path in pictures(folder):
             for name in {path.name, path.stem}:
-                found[name].append(path)
-        return found
+                by_name[name].append(path)
+        return by_name
 
     def find(word: str) -> Path | None:
         parts = PurePosixPath(word.replace("\\", "/")).parts[::-1]
-        found = index().get(parts[0], []) if parts else []
+        candidates = index().get(parts[0], []) if parts else []
         for depth, part in enumerate(parts[1:], 2):
-            if len(found) < 2:
+            if len(candidates) < 2:
                 break
-            nearer = [path for path in found if path.parts[-depth:][0] == part]
-            found = nearer or found
-        direct = [path for path in found if path.parent == folder]
-        found = direct if len(found) > 1 and len(direct) == 1 else found
-        return found[0] if len(found) == 1 else None
+            nearer = [path for path in candidates if path.parts[-depth:][0] == part]
+            candidates = nearer or candidates
+        direct = [path for path in candidates if path.parent == folder]
+        candidates = direct if len(candidates) > 1 and len(direct) == 1 else candidates
+        return candidates[0] if len(candidates) == 1 else None
 
     return find
