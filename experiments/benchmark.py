@@ -78,7 +78,7 @@ def products() -> list[dict[str, Any]]:
     return rows
 
 
-def of_attention(quick: bool, out: Path) -> None:
+def attention_tables(quick: bool, out: Path) -> None:
     """Print and write the tables of `performer_attention`."""
     scale = attention.Scale(repeats=2, divisor=16) if quick else attention.Scale()
     rows, times = attention.rounds(scale)
@@ -88,7 +88,7 @@ def of_attention(quick: bool, out: Path) -> None:
 
 
 def main(
-    what: Literal["couplings", "attention", "vit", "gpu", "photographs"],
+    part: Literal["couplings", "attention", "vit", "gpu", "photographs"],
     /,
     quick: bool = False,
     lengths: Sequence[int] = (),
@@ -102,7 +102,7 @@ def main(
     """Print the tables.
 
     Args:
-        what: part to measure.
+        part: part to measure.
         quick: a part of the length, or of an epoch, as a trial run.
         lengths: numbers of tokens for attention, instead of its tables.
         names: with --lengths, implementations, such as "ours" and "window 16"; else the device's.
@@ -113,20 +113,20 @@ def main(
         data: folder of prepared photographs.
     """
     print(timing.hardware() + "\n")
-    if quick and what != "couplings":
+    if quick and part != "couplings":
         print("Quick: a trial run. The numbers mean nothing.\n")
         out /= "quick"
-    if what == "couplings":
+    if part == "couplings":
         harness.show(samplers(), out / "samplers")
         harness.show(products(), out / "products")
-    elif what == "attention" and lengths:
+    elif part == "attention" and lengths:
         by_length.measure(lengths, out, time.monotonic() + 60 * minutes, names, dtype)
-    elif what == "gpu":
+    elif part == "gpu":
         hour.measure(out, minutes, quick)
-    elif what == "photographs":
+    elif part == "photographs":
         photographs.measure(data, out, minutes, quick)
-    elif what == "attention":
-        of_attention(quick, out)
+    elif part == "attention":
+        attention_tables(quick, out)
     else:
         rows = vit.measured(patches, *((64, 2) if quick else ()))
         harness.show(rows, out / "vit", vit.FIGURES)

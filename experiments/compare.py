@@ -290,7 +290,7 @@ def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
 
 def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline: str) -> str:
     """Read the runs, measure their attention and write the report."""
-    found: dict[Setting, dict[int, Run]] = {}
+    by_setting: dict[Setting, dict[int, Run]] = {}
     for folder in folders:
         config, log = configs.of_run(folder), metrics.read(folder / "metrics.jsonl")
         of_folder(folder, classification.NAME)
@@ -302,33 +302,35 @@ def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline:
             raise ValueError(f"{folder} has not ended; the command that began it resumes it")
         coupling = SOFTMAX if config.attention.kind == SOFTMAX else config.attention.coupling
         setting = Setting(coupling, tuple((name, flat[name]) for name in fields))
-        seeds = found.setdefault(setting, {})
+        seeds = by_setting.setdefault(setting, {})
         if config.seed in seeds:
             other = seeds[config.seed].folder
             raise ValueError(f"{folder} has the setting and the seed of {other}, {config.seed}")
         seeds[config.seed] = Run(config.seed, folder, log, diverged["step"] if diverged else None)
-    baseline = chosen_baseline(list(found), baseline)
-    results = [Result(setting, list(seeds.values())) for setting, seeds in found.items()]
+    baseline = chosen_baseline(list(by_setting), baseline)
+    results = [Result(setting, list(seeds.values())) for setting, seeds in by_setting.items()]
     results = [each._replace(attention_errors=_attention_errors(each)) for each in results]
     return write(results, baseline, configs.of_run(folders[0]), out)
 
 
 def _attention_errors(result: Result) -> list[tuple[float, float]]:
     """Measure the attention errors of the first runs and of uniform attention."""
-    names, found = ("attention error", "uniform attention"), []
+    names, errors = ("attention error", "uniform attention"), []
     for each in result.sound[:MEASURED] if result.setting.coupling != SOFTMAX else ():
         try:
             run = runs.restore(each.folder)
-            own = run.config.attention
-            options: Any = dict(coupling=own.coupling, num_features=own.num_features, draws=DRAWS)
+            attention = run.config.attention
+            options: Any = dict(
+                coupling=attention.coupling, num_features=attention.num_features, draws=DRAWS
+            )
             images = runs.evaluation_examples(run.dataset, run.config, IMAGES)
             rows = attention_report.rows(run.task, run.model(), images, **options)
         except ValueError as error:  # data that are gone, or features that are not positive
             print(f"{result.setting.name}: attention errors are not measured: {error}")
             return []
         error, uniform = (means.fmean(row[name] for row in rows) for name in names)
-        found.append((error, uniform))
-    return found
+        errors.append((error, uniform))
+    return errors
 
 
 def compared(results: Sequence[Result], baseline: str) -> list[Result]:
@@ -411,8 +413,8 @@ def curves(results: Sequence[Result]) -> list[harness.Row]:
             for key in CURVES:
                 row |= {key: "", f"{key} ±": ""}
                 if all(key in log[epoch] for log in logs):
-                    found = statistics.mean_and_error([log[epoch][key] for log in logs])
-                    row |= zip((key, f"{key} ±"), found, strict=True)
+                    pair = statistics.mean_and_error([log[epoch][key] for log in logs])
+                    row |= zip((key, f"{key} ±"), pair, strict=True)
             table.append(row)
     return table
 

@@ -334,8 +334,8 @@ def figure(
 
 def styles_of(lines: Iterable[str]) -> dict[str, Row]:
     """Return the colour and the dashes of each line."""
-    parts = {name: name.partition(", ")[::2] for name in lines}
-    firsts, rests = (list(dict.fromkeys(part)) for part in zip(*parts.values(), strict=True))
+    split = {name: name.partition(", ")[::2] for name in lines}
+    firsts, rests = (list(dict.fromkeys(part)) for part in zip(*split.values(), strict=True))
     colors = {first: COLORS[first] for first in firsts if first in COLORS}
     spare = (color for color in itertools.cycle(PALETTE) if color not in colors.values())
     for first in (first for first in firsts if first not in COLORS):
@@ -344,7 +344,7 @@ def styles_of(lines: Iterable[str]) -> dict[str, Row]:
     dash = {rest: DASHES[number % len(DASHES)] for number, rest in enumerate(rests)}
     return {
         name: {"color": colors[first], "linestyle": dashes.get(first, dash[rest])}
-        for name, (first, rest) in parts.items()
+        for name, (first, rest) in split.items()
     }
 
 

@@ -124,8 +124,8 @@ def folds(table: Table, count: int, train: int, order: np.ndarray) -> Split:
     """
     size = len(order) // count
     slices = [slice(i * size, (i + 1) * size) for i in range(count)]
-    parts = [standardised(table, np.delete(order, test), order[test]) for test in slices]
-    arrays = [np.stack(arrays) for arrays in zip(*parts, strict=True)]
+    folds = [standardised(table, np.delete(order, test), order[test]) for test in slices]
+    arrays = [np.stack(arrays) for arrays in zip(*folds, strict=True)]
     return Split(arrays[0][:, :train], arrays[1][:, :train], *arrays[2:])
 
 

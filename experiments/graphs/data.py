@@ -49,8 +49,8 @@ def load(name: str, data_dir: Path | None = None) -> Graph:
         return Graph.from_networkx(made[name](), weight=None)
     if data_dir is None:
         raise ValueError(f"{choices.unknown('graph', name, made)}; files need --data_dir")
-    parts = arrays(data_dir / "graphs" / f"{name}.npz", "edges", "n_nodes")
-    return Graph.from_edges(parts["edges"], int(parts["n_nodes"]))
+    stored = arrays(data_dir / "graphs" / f"{name}.npz", "edges", "n_nodes")
+    return Graph.from_edges(stored["edges"], int(stored["n_nodes"]))
 
 
 def chosen(names: Sequence[str], default: Sequence[str], data_dir: Path | None) -> dict[str, Graph]:
@@ -81,9 +81,9 @@ def frobenius_errors(phi: scipy.sparse.csr_array, exact: np.ndarray) -> np.ndarr
 
 def mesh(path: Path) -> tuple[Graph, Float[np.ndarray, "v 3"]]:
     """Read the graph of the vertices of a mesh, and their unit normals (qGRF Sec. 4.4)."""
-    parts = arrays(path, "edges", "vertex_normals")
-    normals = parts["vertex_normals"].astype(np.float64)
-    return Graph.from_edges(parts["edges"], len(normals)), normals
+    stored = arrays(path, "edges", "vertex_normals")
+    normals = stored["vertex_normals"].astype(np.float64)
+    return Graph.from_edges(stored["edges"], len(normals)), normals
 
 
 def vertex_normals(path: Path, by_area: bool) -> Float[np.ndarray, "v 3"]:
@@ -93,14 +93,14 @@ def vertex_normals(path: Path, by_area: bool) -> Float[np.ndarray, "v 3"]:
         path: as in `mesh`.
         by_area: weigh the faces by their areas; equally otherwise.
     """
-    parts = arrays(path, "vertices", "faces")
-    vertices, faces = parts["vertices"].astype(np.float64), parts["faces"]
+    stored = arrays(path, "vertices", "faces")
+    vertices, faces = stored["vertices"].astype(np.float64), stored["faces"]
     a, b, c = np.moveaxis(vertices[faces], 1, 0)
-    of_faces = np.cross(b - a, c - a)
+    face_normals = np.cross(b - a, c - a)
     if not by_area:
-        of_faces /= np.linalg.norm(of_faces, axis=1, keepdims=True)
+        face_normals /= np.linalg.norm(face_normals, axis=1, keepdims=True)
     sums = np.zeros_like(vertices)
-    np.add.at(sums, faces.ravel(), np.repeat(of_faces, 3, axis=0))
+    np.add.at(sums, faces.ravel(), np.repeat(face_normals, 3, axis=0))
     return sums / np.linalg.norm(sums, axis=1, keepdims=True)
 
 
@@ -109,8 +109,8 @@ def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
 
     As in VRC Fig. 4. A face without area raises ValueError.
     """
-    parts = arrays(path, "vertices", "faces")
-    vertices, faces = parts["vertices"].astype(np.float64), parts["faces"]
+    stored = arrays(path, "vertices", "faces")
+    vertices, faces = stored["vertices"].astype(np.float64), stored["faces"]
     sides = np.sort(np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]), axis=1)
     edges = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)
     owners = np.tile(np.arange(len(faces)), 3)
@@ -126,9 +126,9 @@ def mesh_faces(path: Path) -> tuple[Graph, Float[np.ndarray, "f 3"]]:
 
 def traffic(path: Path) -> tuple[Graph, Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
     """Read the graph of roads, the nodes with a sensor, and the speeds there in mph."""
-    parts = arrays(path, "edges", "n_nodes", "obs_nodes", "obs_speed")
-    graph = Graph.from_edges(parts["edges"], int(parts["n_nodes"]))
-    return graph, parts["obs_nodes"], parts["obs_speed"]
+    stored = arrays(path, "edges", "n_nodes", "obs_nodes", "obs_speed")
+    graph = Graph.from_edges(stored["edges"], int(stored["n_nodes"]))
+    return graph, stored["obs_nodes"], stored["obs_speed"]
 
 
 Arrays = dict[str, np.ndarray]
@@ -153,14 +153,14 @@ def triangles(path: Path) -> Arrays:
     """
     import trimesh  # pyright: ignore[reportMissingImports]
 
-    found: Any = trimesh.load_mesh(path)
-    found.update_faces(found.nondegenerate_faces() & found.unique_faces())
-    found.remove_unreferenced_vertices()
+    mesh: Any = trimesh.load_mesh(path)
+    mesh.update_faces(mesh.nondegenerate_faces() & mesh.unique_faces())
+    mesh.remove_unreferenced_vertices()
     return {
-        "vertices": np.asarray(found.vertices),
-        "faces": np.asarray(found.faces),
-        "edges": found.edges_unique,
-        "vertex_normals": found.vertex_normals.astype(np.float32),
+        "vertices": np.asarray(mesh.vertices),
+        "faces": np.asarray(mesh.faces),
+        "edges": mesh.edges_unique,
+        "vertex_normals": mesh.vertex_normals.astype(np.float32),
     }
 
 
@@ -189,10 +189,10 @@ def arrays(path: Path, *names: str) -> Arrays:
     if same is None:
         there = ", ".join(file.stem for file in others) or "none"
         raise ValueError(f"no file {path}; files of this kind there: {there}")
-    parts = FORMATS[same.suffix.lower()](same)
-    if missing := [name for name in names if name not in parts]:
-        raise ValueError(f"{same} has no {', '.join(missing)}, only {', '.join(parts)}")
-    return parts
+    stored = FORMATS[same.suffix.lower()](same)
+    if missing := [name for name in names if name not in stored]:
+        raise ValueError(f"{same} has no {', '.join(missing)}, only {', '.join(stored)}")
+    return stored
 
 
 def erdos_renyi() -> Graph:

@@ -100,10 +100,10 @@ def load(name: str, data_dir: Path | None, number: int = 0) -> Task:
         raise ValueError(f"{name!r} needs --data_dir; without it there is 'torus'")
     elif name == "traffic":
         graph, nodes, speeds = data.traffic(data_dir / "traffic_san_jose" / "pems_san_jose.npz")
-        parts = split(graph, nodes, speeds, 75, number)
-        mean, unit = float(parts.y.mean()), float(parts.y.std())
-        y, test_y = (parts.y - mean) / unit, (parts.test_y - mean) / unit
-        return parts._replace(y=y, test_y=test_y, unit=unit, walks=(4, 8, 16))
+        problem = split(graph, nodes, speeds, 75, number)
+        mean, unit = float(problem.y.mean()), float(problem.y.std())
+        y, test_y = (problem.y - mean) / unit, (problem.test_y - mean) / unit
+        return problem._replace(y=y, test_y=test_y, unit=unit, walks=(4, 8, 16))
     else:
         graph, normals = data.mesh_faces(data_dir / "meshes" / f"{name}.npz")
         values = normals[:, 2]

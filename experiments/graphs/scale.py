@@ -80,12 +80,17 @@ FIGURES: harness.Figures = {
 def loop(graph: Graph, num_walks: int, p_halt: float, lists: bool) -> Any:
     """Run qGRF Eq. 8 with independent walks in Python; return the rows of the features."""
     matrix, n = graph.normalised().to_scipy(), graph.num_nodes
-    parts: Any = (matrix.indptr, matrix.indices, matrix.data, np.asarray(KERNEL(1000), np.float64))
+    numbers: Any = (
+        matrix.indptr,
+        matrix.indices,
+        matrix.data,
+        np.asarray(KERNEL(1000), np.float64),
+    )
     draw, phi = np.random.default_rng(0).random, np.zeros((n, n))
     if lists:
-        parts, draw = map(np.ndarray.tolist, parts), random.Random(0).random
+        numbers, draw = map(np.ndarray.tolist, numbers), random.Random(0).random
         phi = [defaultdict(float) for _ in range(n)]
-    starts, neighbours, weights, f = parts
+    starts, neighbours, weights, f = numbers
     for i, row in enumerate(phi):
         for _ in range(num_walks):
             x, load, t = i, 1.0, 0

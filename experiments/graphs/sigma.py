@@ -102,11 +102,11 @@ def repeated(
     copies = -(-repeats // count)
     whole = data.side_by_side([graph for graph in graphs.values() for _ in range(copies)])
     ends = np.cumsum([0] + [copies * graph.num_nodes for graph in graphs.values()]).tolist()
-    parts = dict(zip(graphs, map(slice, ends, ends[1:]), strict=False))
+    slices = dict(zip(graphs, map(slice, ends, ends[1:]), strict=False))
     estimates = [estimate(jax.random.key(draw), whole) for draw in range(count)]
     return {
-        name: np.concatenate([error(of, part, name) for of in estimates])[:repeats]
-        for name, part in parts.items()
+        name: np.concatenate([error(of, nodes, name) for of in estimates])[:repeats]
+        for name, nodes in slices.items()
     }
 
 
@@ -225,8 +225,8 @@ def figure_8(graphs: dict[str, Graph], repeats: int, out: Path) -> None:
     """Write a row for each graph, order and method; equal permutations have equal errors."""
     rows = []
     for name, graph in graphs.items():
-        own = {name: graph}
-        errors = partial(kernel_errors, own, exact_kernels(own), repeats, p_halt=P_FIGURE_8)
+        single = {name: graph}
+        errors = partial(kernel_errors, single, exact_kernels(single), repeats, p_halt=P_FIGURE_8)
         independent = errors("independent")[name]
 
         @cache

@@ -136,9 +136,9 @@ def normal_errors(
         hidden = np.asarray(ranks < int(HIDDEN * graph.num_nodes))
         values = jnp.tile(jnp.asarray(normals, jnp.float32), (count, 1))
         known = jnp.asarray(~hidden.ravel())
-        seen = (estimate @ known.astype(values.dtype))[:, None] > 0
-        found = np.asarray(jnp.where(seen, tasks.regress(estimate, values, known), 0))
-        errors.append(_mean_angles(found.reshape(count, -1, 3), normals, hidden))
+        reached = (estimate @ known.astype(values.dtype))[:, None] > 0
+        estimated = np.asarray(jnp.where(reached, tasks.regress(estimate, values, known), 0))
+        errors.append(_mean_angles(estimated.reshape(count, -1, 3), normals, hidden))
     return np.concatenate(errors)
 
 

@@ -95,10 +95,10 @@ def drawn_rows(graphs: Mapping[str, Graph], draws: int) -> Iterator[dict]:
         expected, chosen = ratios(graph, SIGMA_DRAWN, p_halt), groups(p_halt)
         alone = squares(graph, chosen.pop("independent"), p_halt, draws)
         for coupling, group in chosen.items():
-            found, error = statistics.ratio(squares(graph, group, p_halt, draws), alone)
+            drawn, error = statistics.ratio(squares(graph, group, p_halt, draws), alone)
             row = {"graph": name, "p_halt": p_halt, "coupling": coupling}
-            row |= {"expected": expected[coupling], "drawn": found, "±": error}
-            yield row | {"apart by": (found - expected[coupling]) / error}
+            row |= {"expected": expected[coupling], "drawn": drawn, "±": error}
+            yield row | {"apart by": (drawn - expected[coupling]) / error}
 
 
 def recommended(name: str, graph: Graph) -> dict:

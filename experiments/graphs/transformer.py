@@ -115,10 +115,10 @@ class Model(nnx.Module):
 def powers(graph: Graph) -> jax.Array:
     """Return A^0, A^1, ... (2 TERMS - 1, N, N)."""
     a = graph.normalised().to_scipy()
-    found: list[Any] = [np.eye(graph.num_nodes)]
+    products: list[Any] = [np.eye(graph.num_nodes)]
     for _ in range(2 * TERMS - 2):
-        found.append(a @ found[-1])
-    return jnp.asarray(np.stack(found), jnp.float32)
+        products.append(a @ products[-1])
+    return jnp.asarray(np.stack(products), jnp.float32)
 
 
 def scores(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -149,8 +149,8 @@ def fit(problem: Problem, method: str, seed: int, steps: int) -> float:
         mask = features.merged(sampled, TERMS)
     optimizer = nnx.Optimizer(model, descent(is_class, steps), wrt=nnx.Param)
     graphdef, state = nnx.split((model, optimizer))
-    found = np.asarray(_train(graphdef, state, x, mask, targets, chosen, steps))
-    return float(found[found[:, 0].argmax(), 1])
+    accuracies = np.asarray(_train(graphdef, state, x, mask, targets, chosen, steps))
+    return float(accuracies[accuracies[:, 0].argmax(), 1])
 
 
 @functools.cache  # one value: its functions are part of the compiled program's key

@@ -39,7 +39,7 @@ def figure_4(out: Path) -> None:
     lengths = norms.independent(jax.random.key(4), d, d)
     column = np.asarray(lengths, np.float64)[:, None]
 
-    def of_flat(flat):
+    def conformity_of(flat):
         vectors = flat.reshape(d, d)
         units = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
         return arrangement_conformity(column * units, v)
@@ -57,7 +57,7 @@ def figure_4(out: Path) -> None:
         row = {"arrangement": name, "conformity": float(np.mean(values))}
         rows.append(row | {"sd": float(np.std(values))})
     start = np.asarray(directions.simplex(jax.random.key(1), lengths, d), np.float64)
-    best = optimize.minimize(of_flat, start.ravel(), method="BFGS", options={"gtol": 1e-9})
+    best = optimize.minimize(conformity_of, start.ravel(), method="BFGS", options={"gtol": 1e-9})
     rows.append({"arrangement": "numerically optimised", "conformity": float(best.fun), "sd": 0.0})
     harness.show(rows, out, FIGURES)
 
@@ -109,8 +109,8 @@ def curves(rows: list[harness.Row]) -> list[harness.Row]:
     """Return the points of the lines in theory, each with what is measured of its coupling."""
     v = np.linspace(0.05, 6, 120)
     return [
-        {"coupling": name, "v": x, "ratio": y, "dots": [(r["v"], r["measured"]) for r in own]}
-        for name, own in harness.grouped(rows, "{coupling}").items()
+        {"coupling": name, "v": x, "ratio": y, "dots": [(r["v"], r["measured"]) for r in measured]}
+        for name, measured in harness.grouped(rows, "{coupling}").items()
         for x, y in zip(v, mse(name, v) / mse("iid", v), strict=True)
     ]
 

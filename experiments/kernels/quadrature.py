@@ -91,17 +91,17 @@ CASE = "{data set}, {kernel}, {method}"
 SPHERICAL_RADIAL = ("H", "B", "B rejected", "B one rho")
 
 
-def of_five(rows: list[harness.Row]) -> list[harness.Row]:
+def at_largest(rows: list[harness.Row]) -> list[harness.Row]:
     """Return the rows of the largest n, in Fig. 2 with the scores less the exact kernel's."""
-    found, last = [], [row for row in rows if row["n"] == RULES]
+    kept, last = [], [row for row in rows if row["n"] == RULES]
     for group in harness.grouped(last, "{kernel}, {data set}").values():
         exact = [row["score"] for row in group if row["method"] == "exact"]
-        found += [row | {"score": row["score"] - exact[0]} if exact else row for row in group]
-    return [row for row in found if row["method"] != "exact"]
+        kept += [row | {"score": row["score"] - exact[0]} if exact else row for row in group]
+    return [row for row in kept if row["method"] != "exact"]
 
 
 POINTS: harness.Row = dict(
-    change=of_five,
+    change=at_largest,
     x="{data set}",
     line="{method}",
     panel="{kernel}",
@@ -176,8 +176,8 @@ def singles(rule: Rule, name: str, reflect: bool) -> Rule:
     order = owners(rule, name, reflect).argsort(kind="stable").reshape(RULES, -1)
     weights = RULES * rule.weights[order]
     constant = jnp.broadcast_to(rule.constant, (RULES,))
-    own = 1 - weights.sum(axis=1) if name in SPHERICAL_RADIAL else constant
-    return Rule(rule.points[order], weights, own)
+    constants = 1 - weights.sum(axis=1) if name in SPHERICAL_RADIAL else constant
+    return Rule(rule.points[order], weights, constants)
 
 
 def lengthscale(kernel: str, d: int) -> float:
@@ -227,8 +227,8 @@ def figure_1(data: Sequence[Data], methods: Sequence[str], runs: int, out: Path)
         for kernel in KERNELS
     ]
     path, new = out.with_suffix(".csv"), swept(cases, measure, "error")
-    before, own = harness.read(path) if path.exists() else [], harness.grouped(new, CASE)
-    others = [row for row in before if CASE.format_map(row) not in own]
+    before, measured = harness.read(path) if path.exists() else [], harness.grouped(new, CASE)
+    others = [row for row in before if CASE.format_map(row) not in measured]
     for group in harness.grouped([*others, *new], "{data set}, {kernel}, {n}").values():
         base = next((row for row in group if row["method"] == "G"), group[0])["error"]
         for row in group:

@@ -43,10 +43,10 @@ class Place(NamedTuple):
     key: Array
 
 
-def begun(model: Decoder, tokens: Int[np.ndarray, " t"], room: int, seed: int) -> Place:
+def begun(model: Decoder, tokens: Int[np.ndarray, " t"], capacity: int, seed: int) -> Place:
     """Return the state after a text; exact attention has room for `room` characters in all."""
     graph, state = nnx.split(model)
-    place = Place(jnp.zeros(()), jnp.int32(0), model.empty(room), jax.random.key(seed))
+    place = Place(jnp.zeros(()), jnp.int32(0), model.empty(capacity), jax.random.key(seed))
     for start in range(0, len(tokens), PREFILL):
         place = _read(graph, state, jnp.asarray(tokens[None, start : start + PREFILL]), place)
     return place
@@ -74,9 +74,9 @@ def _piece(graph, state, temperature, place: Place):
     model = nnx.merge(graph, state)
 
     def step(place: Place, _):
-        key, own = jax.random.split(place.key)
+        key, draw_key = jax.random.split(place.key)
         hot = place.logits[0] / jnp.where(temperature > 0, temperature, 1)
-        drawn = jax.random.categorical(own, hot)
+        drawn = jax.random.categorical(draw_key, hot)
         token = jnp.where(temperature > 0, drawn, jnp.argmax(place.logits[0])).astype(jnp.int32)
         logits, states = model.stream(token[None, None], place.position, place.states)
         return Place(logits[:, -1], place.position + 1, states, key), token

@@ -149,14 +149,14 @@ class Decoder(nnx.Module):
 
     def projections(self, tokens: Int[Array, "b t"]) -> list[Triple]:
         """Return queries, keys and values of each layer."""
-        place, found = jnp.arange(tokens.shape[1]), []
+        place, projected = jnp.arange(tokens.shape[1]), []
 
         def attend(layer: Attention, x: Array) -> Array:
-            found.append(layer.projected(x, place))
+            projected.append(layer.projected(x, place))
             return layer(x, place)
 
         self._logits(tokens, attend)
-        return found
+        return projected
 
     def empty(self, length: int) -> list[Any]:
         """Return the states before a text; exact attention has room for `length` tokens."""

@@ -59,10 +59,10 @@ def of_run(config: Config, described: dict[str, Any]) -> tuple[Dataset, Task]:
         settings = Settings(**described["settings"])
     except TypeError as error:
         raise ValueError(f"the settings in task.json are of another version: {error}") from error
-    found = text.read(source)
-    if list(found.characters) != described["class_names"]:
+    corpus = text.read(source)
+    if list(corpus.characters) != described["class_names"]:
         raise ValueError(f"{source or 'the text'} has other characters than when it was learned")
-    dataset = text.dataset(found, settings.length)
+    dataset = text.dataset(corpus, settings.length)
     return dataset, task(dataset.num_classes, settings)
 
 
@@ -76,8 +76,8 @@ def loss(model: Decoder, batch: Batch) -> tuple[Array, Sums]:
 
 def count(model: Decoder, batch: Batch) -> Sums:
     """Return sums over windows that are not padding: mean loss, and that of the second half."""
-    found = cross_entropies(model, batch)
-    halves = {"loss": found, "loss_second_half": found[:, found.shape[1] // 2 :]}
+    losses_of = cross_entropies(model, batch)
+    halves = {"loss": losses_of, "loss_second_half": losses_of[:, losses_of.shape[1] // 2 :]}
     return {name: jnp.sum(batch["mask"] * jnp.mean(x, axis=-1)) for name, x in halves.items()}
 
 

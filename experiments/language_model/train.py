@@ -42,7 +42,7 @@ def attention_of(kind: str, num_features: int, window: int) -> Attention:
 
 
 def config_of(
-    own: Attention, dataset: Dataset, *, size: Size, rate: float, steps: int, **data: Any
+    attention: Attention, dataset: Dataset, *, size: Size, rate: float, steps: int, **data: Any
 ) -> Config:
     """Return the config of a run of AdamW, as language models are trained.
 
@@ -58,7 +58,7 @@ def config_of(
     every = max(1, steps // 10)
     return Config(
         model=Model("XS/1", *size),
-        attention=own,
+        attention=attention,
         data=section,
         optim=Optim(
             learning_rate=rate,

@@ -156,9 +156,9 @@ def measure(
             return None
         if which != "values":
             return timed(name, which, inputs(tokens, heads, batch, tokens_dtype), queued)
-        found = checked(name, tokens_dtype)
-        right = found["relative error"] < DIFFERENCE
-        return found | {"note": "" if right else "wrong values"}
+        values = checked(name, tokens_dtype)
+        right = values["relative error"] < DIFFERENCE
+        return values | {"note": "" if right else "wrong values"}
 
     named: list[Row] = [dict(zip(KEYS, case, strict=True)) for case in cases]
     rows = harness.resumed(path, named, measured, ("relative error", *TIMED), deadline)
@@ -176,21 +176,21 @@ def speedups(rows: Sequence[Row]) -> list[Row]:
     for (name, which), base in itertools.product(passes, ("ours", "kernel")):
         kind, comma, end = name.partition(", ")
         ours = base + comma + end
-        found = {
+        speedup = {
             n: times[name, which, n] / times[ours, which, n]
             for n in lengths
             if {(name, which, n), (ours, which, n)} <= times.keys()
         }
-        if found and kind not in (base, "kernel"):
+        if speedup and kind not in (base, "kernel"):
             case = {"implementation": ours, "compared with": name, "pass": which}
-            cells = {f"{n:,} tokens": found.get(n, "") for n in lengths}
-            lines.append(case | {"break-even, tokens": break_even(found)} | cells)
+            cells = {f"{n:,} tokens": speedup.get(n, "") for n in lengths}
+            lines.append(case | {"break-even, tokens": break_even(speedup)} | cells)
     return lines or [{"implementation": "nothing was timed"}]
 
 
-def break_even(found: dict[int, float]) -> float | str:
+def break_even(speedup: dict[int, float]) -> float | str:
     """Return the length of speed-up 1, by log-linear interpolation; "" if it is not crossed."""
-    for (n, low), (m, high) in zip(found.items(), list(found.items())[1:], strict=False):
+    for (n, low), (m, high) in zip(speedup.items(), list(speedup.items())[1:], strict=False):
         if low < 1 <= high:
             part = np.log(1 / low) / np.log(high / low)
             return round(float(np.exp(np.log(n) + part * np.log(m / n))))

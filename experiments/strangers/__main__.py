@@ -102,9 +102,9 @@ def rows_of(
     yield row("softmax", old)
     yield row("uniform", logits(model.apply, uniform(parameters), inputs))
     batches = [(parameters, part) for part in batched(data.calibration)]
-    for name, own in recipes.items():
+    for name, recipe in recipes.items():
         start = time.perf_counter()
-        new, report = performer.linearize(model.apply, batches, **own)
+        new, report = performer.linearize(model.apply, batches, **recipe)
         seconds = time.perf_counter() - start
         print(f"{name}:\n{report}")
         yield row(name, logits(new, parameters, inputs), **numbers_of(report), seconds=seconds)

@@ -98,11 +98,11 @@ def shakespeare(folder: Path, length: int = 64, calibrated: int = 256, held_out:
     text = (folder / "tinyshakespeare.txt").read_text()
     letters = {letter: i for i, letter in enumerate(sorted(set(text)))}
     tokens, first = np.array([letters[x] for x in text], np.int32), len(text) * 9 // 10
-    seen, held = windows(tokens[:first], length), windows(tokens[first:], length)
+    first_windows, held = windows(tokens[:first], length), windows(tokens[first:], length)
     rng = np.random.default_rng(0)
-    calibration = np.sort(rng.choice(len(seen.inputs), calibrated, replace=False))
+    calibration = np.sort(rng.choice(len(first_windows.inputs), calibrated, replace=False))
     chosen = np.sort(rng.choice(len(held.inputs), held_out, replace=False))
-    return Data(seen.inputs[calibration], Examples(*(x[chosen] for x in held)))
+    return Data(first_windows.inputs[calibration], Examples(*(x[chosen] for x in held)))
 
 
 def sums(folder: Path | None = None, calibrated: int = 512, held_out: int = 2000) -> Data:
@@ -112,12 +112,12 @@ def sums(folder: Path | None = None, calibrated: int = 512, held_out: int = 2000
     limits = 10 ** (1 + rng.choice(6, (count, 2), p=(0.02, 0.04, 0.05, 0.05, 0.04, 0.8)))
     symbols = {x: i for i, x in enumerate("0123456789+=$.")}
     tokens, labels = np.zeros((2, count, 22), np.int32)
-    for row, own, (a, b) in zip(tokens, labels, rng.integers(0, limits).tolist(), strict=True):
+    for row, targets, (a, b) in zip(tokens, labels, rng.integers(0, limits).tolist(), strict=True):
         question = f"{a}+{b}="
         text = f"{question}{str(a + b)[::-1]}$".ljust(22, ".")
         row[:] = [symbols[x] for x in text]
-        own[:] = np.where(row == symbols["."], IGNORED, row)
-        own[: len(question)] = IGNORED
+        targets[:] = np.where(row == symbols["."], IGNORED, row)
+        targets[: len(question)] = IGNORED
     held = Examples(tokens[calibrated:, :-1], labels[calibrated:, 1:])
     return Data(tokens[:calibrated, :-1], held)
 
@@ -133,8 +133,8 @@ def ecg(folder: Path, length: int = 500, calibrated: int = 32, held_out: int = 6
     cut = slow[: len(slow) // (length + 1) * (length + 1)].reshape(-1, length + 1)
     low, high = cut.min(axis=1, keepdims=True), cut.max(axis=1, keepdims=True)
     tokens = np.round(100 * (cut - low) / (high - low)).astype(np.int32)
-    seen, held = tokens[:calibrated], tokens[len(tokens) // 2 :][:held_out]
-    return Data(seen[:, :-1], Examples(held[:, :-1], held[:, 1:]))
+    first_tokens, held = tokens[:calibrated], tokens[len(tokens) // 2 :][:held_out]
+    return Data(first_tokens[:, :-1], Examples(held[:, :-1], held[:, 1:]))
 
 
 COMMANDS = ["yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go"]
@@ -143,14 +143,14 @@ COMMANDS = ["yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go
 
 def commands(folder: Path, calibrated: int = 3) -> Data:
     """Speech Commands as WORD/*.wav, one second at 16 kHz: the first files of a word calibrate."""
-    seen, held, labels = [], [], []
+    calibrating, held, labels = [], [], []
     for word in sorted(path for path in folder.iterdir() if path.is_dir()):
         sounds = [sound(path) for path in sorted(word.glob("*.wav"))]
-        seen += sounds[:calibrated]
+        calibrating += sounds[:calibrated]
         held += sounds[calibrated:]
         label = 2 + COMMANDS.index(word.name) if word.name in COMMANDS else 1
         labels += [label] * len(sounds[calibrated:])
-    return Data(np.stack(seen), Examples(np.stack(held), np.array(labels, np.int32)))
+    return Data(np.stack(calibrating), Examples(np.stack(held), np.array(labels, np.int32)))
 
 
 def sound(path: Path, samples: int = 16000) -> np.ndarray:
@@ -167,14 +167,14 @@ def sms(folder: Path, length: int = 64, calibrated: int = 512) -> Data:
         kinds, texts = zip(*csv.reader(file, delimiter="\t"), strict=True)
     tokens = np.zeros((len(texts), length), np.int32)  # padded with 0
     for row, text in zip(tokens, texts, strict=True):
-        own = [numbers.get(word, 1) for word in text.lower().split()][:length]
-        row[: len(own)] = own
+        words = [numbers.get(word, 1) for word in text.lower().split()][:length]
+        row[: len(words)] = words
     spam = np.array([kind == "spam" for kind in kinds], np.int32)
-    seen, rest = train_test_split(
+    train, rest = train_test_split(
         np.arange(len(texts)), test_size=0.3, random_state=42, stratify=spam
     )
     _, held = train_test_split(rest, test_size=0.5, random_state=42, stratify=spam[rest])
-    return Data(tokens[seen[:calibrated]], Examples(tokens[held], spam[held]))
+    return Data(tokens[train[:calibrated]], Examples(tokens[held], spam[held]))
 
 
 def families(folder: Path, length: int = 210, calibrated: int = 256, held_out: int = 512) -> Data:
@@ -191,8 +191,8 @@ def families(folder: Path, length: int = 210, calibrated: int = 256, held_out: i
     tokens = np.zeros((len(order), length), np.int32)  # padded with 0
     for row, i in zip(tokens, order, strict=True):
         pieces = merged(re.sub("[OXUZB]", "#", sequences[i])[: 4 * length], ranks)
-        own = [numbers["[CLS]"], *(numbers[piece] for piece in pieces)][:length]
-        row[: len(own)] = own
+        symbols = [numbers["[CLS]"], *(numbers[piece] for piece in pieces)][:length]
+        row[: len(symbols)] = symbols
     labels = np.full(len(tokens) - calibrated, IGNORED, np.int32)
     return Data(tokens[:calibrated], Examples(tokens[calibrated:], labels))
 

@@ -53,8 +53,8 @@ class Model(NamedTuple):
             ValueError: for another file than the one that was measured.
         """
         content = path.read_bytes()
-        if (found := hashlib.sha256(content).hexdigest()) != self.sha256:
-            raise ValueError(f"{path}: sha256 {found}, expected {self.sha256} ({self.source})")
+        if (digest := hashlib.sha256(content).hexdigest()) != self.sha256:
+            raise ValueError(f"{path}: sha256 {digest}, expected {self.sha256} ({self.source})")
         return self.read(content)
 
 
@@ -75,9 +75,9 @@ def torch_state(content: bytes, member: str = "") -> dict[str, np.ndarray]:
 
 def linear(state: Arrays, *names: str) -> tuple[np.ndarray, ...]:
     """Return (weight, bias) of PyTorch's layers side by side, the weight as (in, out)."""
-    parts = [state[f"{name}.weight"].T for name in names]
+    weights = [state[f"{name}.weight"].T for name in names]
     bias = [state[f"{name}.bias"] for name in names if f"{name}.bias" in state]
-    weight = np.concatenate(parts, axis=-1)
+    weight = np.concatenate(weights, axis=-1)
     return (weight, np.concatenate(bias)) if bias else (weight,)
 
 
@@ -152,14 +152,14 @@ def lecture(state: Arrays, embedding: str, positions: str) -> dict[str, Any]:
     """Return parameters of the GPT of Karpathy's lecture: its heads are modules of their own."""
     layers = []
     for i in numbered(state, "blocks"):
-        own = f"blocks.{i}"
-        heads = [f"{own}.sa.heads.{h}" for h in numbered(state, f"{own}.sa.heads")]
+        block = f"blocks.{i}"
+        heads = [f"{block}.sa.heads.{h}" for h in numbered(state, f"{block}.sa.heads")]
         layer = {
-            "out": linear(state, f"{own}.sa.proj"),
-            "up": linear(state, f"{own}.ffwd.net.0"),
-            "down": linear(state, f"{own}.ffwd.net.2"),
-            "norm1": scale(state, f"{own}.ln1"),
-            "norm2": scale(state, f"{own}.ln2"),
+            "out": linear(state, f"{block}.sa.proj"),
+            "up": linear(state, f"{block}.ffwd.net.0"),
+            "down": linear(state, f"{block}.ffwd.net.2"),
+            "norm1": scale(state, f"{block}.ln1"),
+            "norm2": scale(state, f"{block}.ln2"),
         }
         for name in ("query", "key", "value"):
             layer[name] = linear(state, *(f"{head}.{name}" for head in heads))
@@ -183,10 +183,10 @@ def read_ecg(content: bytes) -> Any:
     """A zip of one file. Scores are divided by the root of 64, the width of the model."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         state = torch_state(archive.read(archive.namelist()[0]))
-    own = lecture(state, "token_embedding_table.weight", "position_embedding_table.weight")
-    for layer in own["layers"]:
+    converted = lecture(state, "token_embedding_table.weight", "position_embedding_table.weight")
+    for layer in converted["layers"]:
         layer["query"] = tuple(x * (8 / 64) ** 0.5 for x in layer["query"])
-    return own
+    return converted
 
 
 def gpt(parameters: Any, tokens: Array, heads: int) -> Array:
@@ -201,16 +201,16 @@ def read_adder(content: bytes) -> Any:
     state = torch_state(content)
     layers = []
     for i in numbered(state, "layers"):
-        own = f"layers.{i}"
+        block = f"layers.{i}"
         layer = {
-            "out": linear(state, f"{own}.sa.c_proj"),
-            "up": linear(state, f"{own}.mlp.up_proj"),
-            "down": linear(state, f"{own}.mlp.down_proj"),
+            "out": linear(state, f"{block}.sa.c_proj"),
+            "up": linear(state, f"{block}.mlp.up_proj"),
+            "down": linear(state, f"{block}.mlp.down_proj"),
         }
         for n in (1, 2):
-            parts = (state[f"{own}.ln_{n}.my_{part}"] for part in ("weight", "bias"))
-            layer[f"norm{n}"] = tuple(parts)
-        layers.append(layer | thirds(linear(state, f"{own}.sa.c_attn")))
+            scale_and_shift = (state[f"{block}.ln_{n}.my_{part}"] for part in ("weight", "bias"))
+            layer[f"norm{n}"] = tuple(scale_and_shift)
+        layers.append(layer | thirds(linear(state, f"{block}.sa.c_attn")))
     names = {"embedding": "wte.weight", "positions": "wpe.weight"}
     return {"layers": layers, "head": linear(state, "lm_head")} | {
         name: state[x] for name, x in names.items()
@@ -262,15 +262,15 @@ def read_digits(content: bytes) -> Any:
     state = torch_state(content)
     layers = []
     for i in numbered(state, "transformer.layers"):
-        own = f"transformer.layers.{i}"
+        block = f"transformer.layers.{i}"
         layers.append(
-            thirds(linear(state, f"{own}.0.fn.to_qkv"))
+            thirds(linear(state, f"{block}.0.fn.to_qkv"))
             | {
-                "out": linear(state, f"{own}.0.fn.to_out.0"),
-                "up": linear(state, f"{own}.1.fn.net.0"),
-                "down": linear(state, f"{own}.1.fn.net.3"),
-                "norm1": scale(state, f"{own}.0.norm"),
-                "norm2": scale(state, f"{own}.1.norm"),
+                "out": linear(state, f"{block}.0.fn.to_out.0"),
+                "up": linear(state, f"{block}.1.fn.net.0"),
+                "down": linear(state, f"{block}.1.fn.net.3"),
+                "norm1": scale(state, f"{block}.0.norm"),
+                "norm2": scale(state, f"{block}.1.norm"),
             }
         )
     return {
@@ -325,32 +325,32 @@ def tflite_tensors(content: bytes) -> dict[str, np.ndarray]:
     except ImportError as error:
         raise ImportError("a .tflite file is read by tflite: pip install tflite") from error
     model = tflite.Model.GetRootAsModel(content, 0)
-    graph, found = model.Subgraphs(0), {}
+    graph, arrays = model.Subgraphs(0), {}
     for i in range(graph.TensorsLength()):
         tensor = graph.Tensors(i)
         buffer = model.Buffers(tensor.Buffer())
         if buffer.DataLength() and tensor.Type() == tflite.TensorType.FLOAT32:
             shape = tensor.ShapeAsNumpy() if tensor.ShapeLength() else ()
             numbers = buffer.DataAsNumpy().view(np.float32)
-            found[tensor.Name().decode()] = numbers.reshape(shape)
-    return found
+            arrays[tensor.Name().decode()] = numbers.reshape(shape)
+    return arrays
 
 
 def read_keywords(content: bytes) -> Any:
     """KWT-1; the file also computes its spectrogram by products of matrices."""
     arrays = tflite_tensors(content)
 
-    def own(*parts: str) -> np.ndarray:
+    def array(*parts: str) -> np.ndarray:
         (name,) = (x for x in arrays if all(f"{part}/" in f"{x}/" for part in parts))
         return arrays[name]
 
     def dense_of(number: int, bias: bool = True) -> tuple[np.ndarray, ...]:
-        weight = own(f"dense_{number}", "MatMul").T
-        return (weight, own(f"dense_{number}", "bias")) if bias else (weight,)
+        weight = array(f"dense_{number}", "MatMul").T
+        return (weight, array(f"dense_{number}", "bias")) if bias else (weight,)
 
     def norm_of(number: int) -> tuple[np.ndarray, ...]:
         name = f"/layer_normalization_{number}" if number else "/layer_normalization"
-        return own(name, "gamma"), own(name, "beta")
+        return array(name, "gamma"), array(name, "beta")
 
     layers = []
     for i in range(12):
@@ -360,17 +360,17 @@ def read_keywords(content: bytes) -> Any:
         layers.append(layer | {"norm1": norm_of(2 * i), "norm2": norm_of(2 * i + 1)})
     spectrum = "magnitude_rdf_tmel"
     return {
-        "window": own("windowing"),
+        "window": array("windowing"),
         "cosines": arrays[f"speech_features/{spectrum}/MatMul"].T,
         "sines": arrays[f"speech_features/{spectrum}/MatMul_1"].T,
         "mel": arrays[f"speech_features/{spectrum}/MatMul_2"].T,
-        "floor": own("Maximum"),
-        "dct": own("dct").T,
+        "floor": array("Maximum"),
+        "dct": array("dct").T,
         "mean": arrays["speech_features/normalizer/sub/y"],
-        "factor": own("truediv"),
-        "embed": (own("dense", "MatMul").T, own("dense", "bias")),
-        "class": own("class_emb"),
-        "positions": own("pos_emb"),
+        "factor": array("truediv"),
+        "embed": (array("dense", "MatMul").T, array("dense", "bias")),
+        "class": array("class_emb"),
+        "positions": array("pos_emb"),
         "layers": layers,
         "head": dense_of(73),
     }

@@ -306,9 +306,9 @@ def with_paper(
         name = line["data set"]
         whose = {"ours": line | {"v_bar": v_bar.get(name)}, "paper": printed(number, name)}
         lines += [
-            {"data set": name, "whose": who} | {k: own.get(k, "") for k in columns}
-            for who, own in whose.items()
-            if own
+            {"data set": name, "whose": who} | {k: numbers.get(k, "") for k in columns}
+            for who, numbers in whose.items()
+            if numbers
         ]
     return harness.show(lines, out, text=harness.verdict(rows, "{data set}"))
 

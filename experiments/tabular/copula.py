@@ -45,7 +45,7 @@ FIGURES: harness.Figures = {
 }
 
 
-def of_scheme(
+def scheme_rows(
     name: str,
     scheme: uci.Scheme,
     splits: tabular.Split,
@@ -87,10 +87,10 @@ def of_scheme(
     rows, pnc = [], on_test["+ pnc"]
     for word, values in on_test.items():
         apart, error = statistics.mean_and_error(values - pnc)
-        mean, own = statistics.mean_and_error(values)
+        mean, error = statistics.mean_and_error(values)
         row = {"data set": name, "d": d, "features": scheme.name, "coupling": word}
         row |= {"training RMSE": errors(train, chosen[word]).mean()}
-        row |= {"test RMSE": mean, "standard error": own}
+        row |= {"test RMSE": mean, "standard error": error}
         row |= {"to + pnc": apart / pnc.mean(), "±": error / pnc.mean()}
         rows.append(row | {"standard errors apart": apart / error if error else 0.0})
         print(f"{name} {scheme.name} {word} {mean:.4f}", flush=True)
@@ -127,7 +127,7 @@ def main(
     rows, curves = [], []
     for name, splits in uci.tables(data_sets, data_dir, 20, points):
         for scheme in uci.SCHEMES:
-            lines, losses = of_scheme(name, scheme, splits, num_steps=steps, draws=draws)
+            lines, losses = scheme_rows(name, scheme, splits, num_steps=steps, draws=draws)
             curves += curve(lines, losses)
             rows += lines
     harness.show(rows, out / "copula")

@@ -119,12 +119,12 @@ def scores(
 def scored(stacked: Split, frequencies: jax.Array, kernel: kernels.Kernel) -> jax.Array:
     """The scores of frequencies (s, draws, m, d): (s, draws, scores); compiled once for each m."""
 
-    def of_split(arguments):
-        split, of_draws = arguments
+    def split_scores(arguments):
+        split, draws_of_split = arguments
         reference = exact(split)
-        return jax.lax.map(lambda w: scores(split, w, reference, kernel), of_draws)
+        return jax.lax.map(lambda w: scores(split, w, reference, kernel), draws_of_split)
 
-    return jax.lax.map(of_split, (stacked, frequencies))
+    return jax.lax.map(split_scores, (stacked, frequencies))
 
 
 @partial(jax.jit, static_argnames=("kernel", "coupling", "multiple", "m", "d"))
@@ -153,10 +153,10 @@ def measured(
 
 def in_units(raw: jax.Array | np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return scores (s, ..., scores) with RMSE and NLL in the units of the targets."""
-    found, scale = np.array(raw), scale.reshape(-1, *[1] * (raw.ndim - 2))
-    found[..., 2] *= scale
-    found[..., 3] += np.log(scale)
-    return found
+    scores_in_units, scale = np.array(raw), scale.reshape(-1, *[1] * (raw.ndim - 2))
+    scores_in_units[..., 2] *= scale
+    scores_in_units[..., 3] += np.log(scale)
+    return scores_in_units
 
 
 @jax.jit
@@ -289,20 +289,20 @@ def main(
         figure: the data set of Fig. 1; power_plant if it is among them.
     """
     read = partial(uci.tables, data_sets, data_dir, splits, points)
-    parts, *others = (dict(read(number)) for number in range(permutations + 1))
-    figure = figure or ("power_plant" if "power_plant" in parts else "")
+    tables, *others = (dict(read(number)) for number in range(permutations + 1))
+    figure = figure or ("power_plant" if "power_plant" in tables else "")
     rows, moved = [], [[] for _ in others]
     with jax.enable_x64(True):  # posteriors are differences of near-equal matrices
-        for name in parts:
-            rows += rows_of(name, parts[name], draws)
-            for own, other in zip(moved, others, strict=True):
-                own += rows_of(name, other[name], max(draws // 5, 2))
+        for name in tables:
+            rows += rows_of(name, tables[name], draws)
+            for moved_rows, other in zip(moved, others, strict=True):
+                moved_rows += rows_of(name, other[name], max(draws // 5, 2))
             jax.clear_caches()  # programs of six sets together exceed a process's memory maps
         harness.show(table(rows), out / "gp")
         if len(moved) > 1:
             harness.show(spread(rows, moved), out / "permutations")
         if figure:
-            figure_1(figure, parts[figure], draws, out / "figure_1")
+            figure_1(figure, tables[figure], draws, out / "figure_1")
     apart, said = differences(rows)
     harness.show(apart, out / "differences", text=said)
 

@@ -154,8 +154,8 @@ def hyperparameters(name: str, splits: tabular.Split, fixed_lengthscale: bool) -
         start = np.log([length, 1.0, 0.1])
         with jax.enable_x64(True):
             data = jnp.asarray(x, float), jnp.asarray(y, float)
-            found = minimize(_loss, start, data, "L-BFGS-B", jac=True, bounds=bounds)
-        fitted.append(np.exp(found.x) + 0 * found.fun)  # a loss that is not finite must show
+            optimum = minimize(_loss, start, data, "L-BFGS-B", jac=True, bounds=bounds)
+        fitted.append(np.exp(optimum.x) + 0 * optimum.fun)  # a loss that is not finite must show
     scales = np.stack(fitted, axis=1)
     if not np.isfinite(scales).all():
         raise ValueError(
