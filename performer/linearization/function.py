@@ -275,6 +275,13 @@ def _call(
                 " measured on, as in training mode with dropout or in decoding with a cache:"
                 " linearize on batches of the same kind"
             )
+        (before, here) = (replacements[number].scale.shape[:-1], places[number].lengths)
+        if before != here:
+            raise ValueError(
+                f"{places[number].name}: the scans around it had {before} steps when it was"
+                f" measured and have {here} here: each step has frequencies of its own, so use"
+                " jax.vmap for an axis of examples"
+            )
     numbers = {places[number].at: number for number in replacements}
 
     def attend(values: Values, place: Place, at: tuple, own: Replacement) -> tuple[Array, Any]:

@@ -18,15 +18,10 @@ Axis = tuple
 MOVES = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims"}
 """Operations that move axes and leave the numbers as they are."""
 STIRS = {
-    "cumsum",
-    "cumlogsumexp",
-    "cummax",
-    "cumprod",
-    "sort",
-    "rev",
-    "fft",
-    "scatter",
-    "triangular_solve",
+    *("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod", "sort", "top_k", "rev", "fft"),
+    *("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"),
+    *("scatter", "dynamic_update_slice", "conv_general_dilated", "triangular_solve"),
+    *("scan", "while", "cond"),
 }
 """Operations that keep a shape, and not the positions of the numbers in it."""
 PARTS = ("batch", "heads", "groups")
@@ -73,12 +68,19 @@ def moved(equation: Any, known: Sequence[list[Axis] | None], sizes: dict) -> lis
     if name in STIRS or name == "dot_general":
         return None
     # Elementwise: an axis has the name that any of the inputs knows.
-    fits = [x for x in known if x and len(x) == len(shape)]
-    if not fits or any(
-        math.prod(sizes[a] for a in x) not in (1, n) for x, n in zip(fits[0], shape, strict=True)
-    ):
+    if not is_elementwise([x.aval.shape for x in equation.invars], shape):
         return None
+    fits = [x for x in known if x]
     return [next((x[i] for x in fits if x[i]), ()) for i in range(len(shape))]
+
+
+def is_elementwise(inputs: Sequence[tuple[int, ...] | None], output: tuple[int, ...]) -> bool:
+    """True for shapes of an operation that may be elementwise: numbers, and equal ranks."""
+    ranked = [x for x in inputs if x != ()]
+    shapes = [x for x in ranked if x is not None and len(x) == len(output)]
+    if not shapes or len(shapes) < len(ranked):
+        return False
+    return all({*lengths} <= {1, n} for n, *lengths in zip(output, *shapes, strict=True))
 
 
 def _regrouped(atoms: list, shape: Sequence[int], sizes: dict) -> list[Axis] | None:
@@ -163,12 +165,15 @@ class Layout:
         # Queries without a batch axis, such as a Perceiver's latents: it is among the keys' axes.
         shared = [atom for atom in all_sizes if atom[0] == side and atom != keys]
         if any(atom in sizes and (atom,) not in names for atom in shared):
-            raise Unfit("its keys have more than one axis")
+            raise Unfit("its keys have more than one axis, or heads are mixed before the softmax")
         of_batch = shared + lead[: len(lead) - len(heads)]
         if not of_batch:  # keys that all examples share, such as a codebook
             of_batch, groups = groups[:1], groups[1:]
-        if any(a[0] == other and a in sizes for axis in names for a in axis):
+        repeated = [a for axis in names for a in axis if a[0] == other and a in sizes]
+        if repeated and all(a in repeated for a in free if a in sizes):
             return None  # values of each query, such as of a mixture of experts
+        if repeated:
+            raise Unfit("its values have heads that its keys do not have")
         inner = batches[1 - number]
         rest = [i for i in range(value.ndim) if i not in (*inner, of_values)]
         free_names = [x for i, x in enumerate(weights) if i not in (axis, *batches[number])]

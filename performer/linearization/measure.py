@@ -291,8 +291,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     both = jnp.isnan(exact) & jnp.isnan(got)
     apart = jnp.max(jnp.where(both, 0, jnp.abs(exact - got)), initial=0)
     largest = jnp.max(jnp.where(jnp.isnan(got), 0, jnp.abs(got)), initial=1e-30)
-    dtypes = (output.dtype, value.dtype, values.operands(place)[0].dtype)
-    tolerance = max(TOLERANCE.get(jnp.dtype(x).name, 0.05) for x in dtypes)
+    tolerance = max(TOLERANCE.get(x, 0.05) for x in place.dtypes)
     seen = bias > MASKED
     of_heads = jnp.nanmax(scale, axis=0)
     bends = [_bend(values, place, bias, scale, x) for x in (1, -1, 8)]

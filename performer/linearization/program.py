@@ -5,7 +5,7 @@ the softmax attention that `performer.linearization.search` finds among them. `r
 outputs and calls a handler at each place of attention.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,6 +49,8 @@ class Op:
     scope: str = ""
     """Names of `jax.named_scope` around it, also of the calls and bodies that it is in."""
     body: "Program | None" = None
+    custom: tuple[tuple[int, ...], ...] = ()
+    """Functions with a derivative of their own that it is inlined from: numbers of equations."""
 
     @property
     def name(self) -> str:
@@ -81,6 +83,8 @@ class Place:
     """True if the mask depends on the inputs of the program at all."""
     scaled: bool
     """True if the scale depends on the inputs of the program."""
+    dtypes: frozenset[str]
+    """Names of the floating-point types that it is computed with."""
 
     @property
     def by_pairs(self) -> bool:
@@ -106,17 +110,31 @@ class Program:
     left: list[Left] = field(default_factory=list)
     single: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Words of attention to a single key, by the number of its output: it is the value."""
+    attention: set[int] = field(default_factory=set)
+    """Operations of places and of attention to a single key."""
 
 
-def inlined(jaxpr: Any, constants: Sequence[Any], scope: str = "") -> Program:
-    """Return the operations of a jaxpr, with calls inlined."""
+def inlined(
+    jaxpr: Any,
+    constants: Sequence[Any],
+    scope: str = "",
+    whole: Collection[tuple[int, ...]] = (),
+) -> Program:
+    """Return the operations of a jaxpr, with calls inlined but those in `whole` (`Op.custom`)."""
     ops: list[Op] = []
     inputs = [Ref(input=number) for number in range(len(jaxpr.invars))]
-    return Program(ops, _inlined(jaxpr, constants, inputs, ops, scope))
+    return Program(ops, _inlined(jaxpr, constants, inputs, ops, scope, whole))
 
 
 def _inlined(
-    jaxpr: Any, constants: Sequence[Any], inputs: list[Ref], ops: list[Op], scope: str
+    jaxpr: Any,
+    constants: Sequence[Any],
+    inputs: list[Ref],
+    ops: list[Op],
+    scope: str,
+    whole: Collection[tuple[int, ...]],
+    at: tuple[int, ...] = (),
+    custom: tuple[tuple[int, ...], ...] = (),
 ) -> list[Ref]:
     """Append the operations of a jaxpr to `ops` and return its outputs."""
     known = dict(zip(jaxpr.constvars, (Ref(value=x) for x in constants), strict=True))
@@ -125,16 +143,18 @@ def _inlined(
     def source(atom: Any) -> Ref:
         return Ref(value=atom.val) if isinstance(atom, jex.Literal) else known[atom]
 
-    for equation in jaxpr.eqns:
-        sources = [source(atom) for atom in equation.invars]
-        inner, inner_scope = _called(equation), f"{scope}/{equation.source_info.name_stack}"
+    for number, equation in enumerate(jaxpr.eqns):
+        sources, here = [source(atom) for atom in equation.invars], (*at, number)
+        inner = None if here in whole else _called(equation)
+        inner_scope = f"{scope}/{equation.source_info.name_stack}"
         if inner is not None:
             is_jit = equation.primitive.name in INLINED
             called = equation.params.get("name", "") if is_jit else ""
-            outputs = _inlined(*inner, sources, ops, f"{inner_scope}/{called}")
+            around = custom if is_jit else (*custom, here)
+            outputs = _inlined(*inner, sources, ops, f"{inner_scope}/{called}", whole, here, around)
         else:
             outputs = [Ref(len(ops), i) for i in range(len(equation.outvars))]
-            ops.append(Op(equation, sources, inner_scope))
+            ops.append(Op(equation, sources, inner_scope, custom=custom))
         known |= dict(zip(equation.outvars, outputs, strict=True))
     return [source(atom) for atom in jaxpr.outvars]
 

@@ -13,16 +13,28 @@ softmax of what was read must be the output.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
-from performer.linearization.layout import MOVES, STIRS, Axis, Layout, Unfit, atoms_of, moved
+from performer.linearization.layout import (
+    MOVES,
+    STIRS,
+    Axis,
+    Layout,
+    Unfit,
+    atoms_of,
+    is_elementwise,
+    moved,
+)
 from performer.linearization.program import (
     Left,
     Op,
@@ -44,9 +56,16 @@ NAMES = ("name", "name_and_src_info", "target_name")
 OPAQUE = {"ffi_call", "custom_call", "pure_callback", "io_callback", "pallas_call"}
 NOT_READ = "exponentials between two products that are not read as attention"
 READ_ELSEWHERE = (
-    "its weights are read elsewhere, as by a derivative or an output: linearize first, then"
-    " differentiate"
+    "its weights are read elsewhere, as by an output, a second product, a division after the"
+    " product with v, or a derivative: linearize first, then differentiate"
 )
+COMPARISONS = {"lt", "le", "gt", "ge", "sort", "top_k"}
+AFFINE = {
+    *("add", "add_any", "convert_element_type", "copy", "div", "mul", "name", "neg"),
+    *("optimization_barrier", "reduce_precision", "select_n", "sharding_constraint", "sub"),
+    *MOVES,
+}
+"""Operations from q.k to scale q.k + bias, whatever scale and bias are."""
 
 
 def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Program, Any]:
@@ -58,8 +77,20 @@ def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Prog
 
 
 def program_of(jaxpr: Any, constants: Sequence[Any], scope: str = "") -> Program:
-    """Return the operations of a jaxpr, with the places among them."""
-    program = inlined(jaxpr, constants, scope)
+    """Return the operations of a jaxpr, with the places among them.
+
+    A function with a derivative of its own is inlined only if it has a part in a place.
+    """
+    program = _searched(inlined(jaxpr, constants, scope))
+    parts = {x for i in program.attention for x in program.ops[i].custom}
+    whole = {x for op in program.ops for x in op.custom} - parts
+    if not whole:
+        return program
+    return replace(_searched(inlined(jaxpr, constants, scope, whole)), left=program.left)
+
+
+def _searched(program: Program) -> Program:
+    """The program with its places, and those of its bodies."""
     for number, op in enumerate(program.ops):
         _look_inside(program, op)
         if op.name == "dot_general":
@@ -153,7 +184,9 @@ def _place(
     )
     product = ops[output].equation
     summed = product.params["dimension_numbers"][0][number]
+    attention = {scores, *_between(program, scores, Ref(output))}
     if [product.invars[number].aval.shape[i] for i in summed] == [1]:
+        program.attention |= attention
         program.single[output] = words
         return None
     layout = Layout.of(ops[scores].equation, product, number, axes[weights.op])
@@ -169,18 +202,24 @@ def _place(
     if goal.op not in axes or (not chain and goal.op != scores):
         raise Unfit("its scores do not come from one product of queries and keys")
     layout.goal = axes[goal.op]
-    if {atom for axis in layout.goal for atom in axis} != {
-        a for a, n in layout.sizes.items() if n > 1
-    }:
-        raise Unfit("axes of the scores are lost before the softmax")
+    whole = {atom for atom, n in layout.sizes.items() if n > 1}
+    for when, known in (("before", layout.goal), ("after", axes[weights.op])):
+        if {atom for axis in known for atom in axis} != whole:
+            raise Unfit(f"axes of the scores are lost {when} the softmax, as by a mean over heads")
     layout.name_heads()
     varying = _varying(program)
-    for i in (i for i in axes if exponential < i < output):
-        if any(_varies(x, varying) and x.op not in axes for x in ops[i].inputs):
-            raise Unfit("its weights are changed after the softmax, as by dropout")
     scope = ops[scores].scope
     along, masked, scaled = _dependence(program, layout, axes, scores, chain, varying)
-    return Place(scores, output, goal, chain, layout, line, scope, words, along, masked, scaled)
+    _require_softmax(program, scores, exponential, chain, weights, varying)
+    _require_affine(program, scores, chain, scaled, varying)
+    program.attention |= attention
+    operands = (x.aval for i in (scores, output) for x in ops[i].equation.invars)
+    results = (ops[i].equation.outvars[0].aval for i in attention)
+    both = (x.dtype for x in (*operands, *results))
+    dtypes = frozenset(x.name for x in both if jnp.issubdtype(x, jnp.floating))
+    return Place(
+        scores, output, goal, chain, layout, line, scope, words, along, masked, scaled, dtypes
+    )
 
 
 def _followed(program: Program, scores: int, output: int) -> dict[int, list[Axis]]:
@@ -239,6 +278,65 @@ def _dependence(
                 if not rows or not _is_same_along(program, ref, rows[0], varying, may_join):
                     along.add(atom)
     return frozenset(along), masked, scaled
+
+
+def _require_affine(
+    program: Program, scores: int, chain: list[int], scaled: bool, varying: set[int]
+) -> None:
+    """Raise Unfit for scores that are scale q.k + bias for some inputs of the program alone."""
+    for i in chain:
+        op, inside = program.ops[i], {scores, *chain}
+        others = (x for x in op.inputs if x.op not in inside)
+        if op.name not in AFFINE and (scaled or any(_varies(x, varying) for x in others)):
+            raise Unfit(f"its scores are scale q.k + bias for some arguments alone: {op.name}")
+
+
+def _require_softmax(
+    program: Program,
+    scores: int,
+    exponential: int,
+    chain: list[int],
+    weights: Ref,
+    varying: set[int],
+) -> None:
+    """Raise Unfit for weights that are softmax of the scores for some inputs or lengths alone."""
+    ops, path = program.ops, _between(program, scores, weights)
+    if ops[exponential].name == "exp2":
+        raise Unfit("its exponentials have the base 2")
+    masks = [ops[i].inputs[0] for i in chain if ops[i].name == "select_n"]
+    for i in path:
+        name, inputs = ops[i].name, ops[i].inputs
+        if name in COMPARISONS:
+            raise Unfit("its weights depend on which scores are large, as in top-k attention")
+        if name == "stop_gradient" and (i in chain or i > exponential):
+            raise Unfit("its derivative is cut by stop_gradient")
+        if i in chain:
+            continue
+        for number, ref in enumerate(inputs):
+            # jax.nn.softmax(scores, where=mask) has the mask of the scores once more
+            is_mask = name == "select_n" and number == 0
+            same = is_mask and any(_is_same(program, ref, mask) for mask in masks)
+            if ref.op not in (scores, *path) and not same and not _is_number(program, ref, varying):
+                raise Unfit("its weights are changed after the softmax, as by dropout")
+
+
+def _is_number(program: Program, ref: Ref, varying: set[int]) -> bool:
+    """True for a constant number, also if it was broadcast."""
+    while ref.op is not None and program.ops[ref.op].name in {*MOVES, "convert_element_type"}:
+        ref = program.ops[ref.op].inputs[0]
+    return not _varies(ref, varying) and math.prod(_shape(program, ref) or ()) == 1
+
+
+def _is_same(program: Program, one: Ref, other: Ref) -> bool:
+    """True for one value, also if it was broadcast twice."""
+    if one.op is None or one.op == other.op:
+        return one[:3] == other[:3] and one.value is other.value
+    if other.op is None:
+        return False
+    both = program.ops[one.op], program.ops[other.op]
+    alike = both[0].name == both[1].name in {*MOVES, "convert_element_type"}
+    alike = alike and both[0].equation.params == both[1].equation.params
+    return alike and _is_same(program, both[0].inputs[0], both[1].inputs[0])
 
 
 def _is_softmax(program: Program, scores: int, exponential: int, output: int, weights: Ref) -> bool:
@@ -310,7 +408,7 @@ def _is_same_along(
     if op.name in MOVES or op.name in STIRS:
         return False
     shapes = [_shape(program, x) for x in op.inputs]
-    aligned = shape is not None and all(x is not None and len(x) in (0, len(shape)) for x in shapes)
+    aligned = shape is not None and is_elementwise(shapes, shape)
     may_join = may_join and op.name in ("and", "convert_element_type", "copy", "stop_gradient")
     return aligned and all(_is_same_along(program, x, axis, varying, may_join) for x in op.inputs)
 

@@ -216,7 +216,7 @@ def test_what_cannot_be_taken_is_named_and_left():
     assert "a bias" in why(Bare(bare), lambda m, x: m(x, bias=scale))
     assert "neither of keys, nor causal" in why(Model(), lambda m, x: m(x, mask=arbitrary))
     dropped = lambda m, x: m(x, dropout_rate=0.5, dropout_rng=jax.random.key(0))  # noqa: E731
-    assert "dropout on the attention" in why(Bare(bare), dropped)
+    assert "changed after the softmax, as by dropout" in why(Bare(bare), dropped)
     local = lambda m, x: m(x, local_window_size=2)  # noqa: E731
     assert "a local window" in why(Bare(jax.nn.dot_product_attention), local)
     mine = Model(attention_fn=lambda query, key, value, **_: value)

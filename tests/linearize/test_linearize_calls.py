@@ -232,6 +232,64 @@ def test_padding_inside(measured):
         agree(new, padded_inside, normal(t, 2, t, 8))
 
 
+def where(x, mask):
+    """The mask is read before and after the exponential."""
+    return jax.nn.softmax(x @ x.mT / 9, where=mask[:, None]) @ x
+
+
+def test_a_mask_of_the_softmax():
+    new = replaced(where, [normal(0, 2, 6, 8), jnp.ones((2, 6), bool)], **KEYS)
+    for b, t in ((2, 6), (3, 9)):
+        agree(new, where, normal(t, b, t, 8), jnp.arange(t) < 1 + jnp.arange(b)[:, None])
+
+
+def test_weights_of_a_narrow_type():
+    def function(x):
+        weights = jax.nn.softmax(x @ x.mT / 3).astype(jnp.bfloat16)
+        return jnp.matmul(weights, x, precision="highest")
+
+    new, x = replaced(function, [normal(0, 2, 6, 8)], **KEYS), normal(1, 2, 9, 8)
+    np.testing.assert_allclose(new(x), function(x), atol=0.02)
+
+
+def test_a_scan_with_another_number_of_steps():
+    """Examples by `jax.lax.map`."""
+    new = replaced(lambda x: jax.lax.map(lambda x: causal(x[None]), x), [normal(0, 2, 6, 8)])
+    with pytest.raises(ValueError, match=r"had \(2,\) steps when it was measured and have \(3,\)"):
+        new(normal(0, 3, 6, 8))
+
+
+# Derivatives
+
+
+@jax.custom_jvp
+def gate(x):
+    return jax.nn.softmax(x)
+
+
+gate.defjvp(lambda x, dx: (gate(*x), 5 * dx[0]))
+
+
+@jax.custom_vjp
+def penalty(x):
+    return jax.nn.logsumexp(x @ x.mT, axis=-1, keepdims=True) * x
+
+
+penalty.defvjp(lambda x: (penalty(x), x), lambda x, dy: (5 * dy,))
+
+
+@pytest.mark.parametrize("other", [gate, penalty], ids=["jvp", "vjp"])
+def test_a_derivative_of_its_own_beside_attention(other):
+    """Exponentials and products are no reason to lose it."""
+
+    def function(x):
+        return causal(x) + 0.1 * other(0.1 * x)
+
+    new, x = replaced(function, [normal(0, 2, 6, 8)], **EXACT), normal(1, 2, 6, 8)
+    slopes = (jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2)) for f in (new, function))
+    agree(*slopes, x)
+
+
 # What must stay exact
 
 
@@ -251,6 +309,70 @@ def test_a_cap_that_the_batch_does_not_reach(scale, size, dtype):
         performer.linearize(
             lambda x: capped(x, scale, dtype), [(size * normal(0, 2, 6, 8),)], **EXACT
         )
+
+
+def changed(x):
+    """A window of 16 after the softmax."""
+    i = jnp.arange(x.shape[1])
+    return (jax.nn.softmax(x @ x.mT) * (abs(i[:, None] - i) < 16)) @ x
+
+
+def largest(x):
+    """The 16 largest scores."""
+    scores = x @ x.mT
+    least = jax.lax.top_k(scores, min(16, x.shape[1]))[0][..., -1:]
+    return jax.nn.softmax(jnp.where(scores < least, -1e9, scores)) @ x
+
+
+def capped_by(x, cap=1e6):
+    return jax.nn.softmax(cap * jnp.tanh(x @ x.mT / cap)) @ x
+
+
+def permuted(x, order=tuple(range(6))):
+    return jax.nn.softmax((x @ x.mT)[..., jnp.asarray(order)]) @ x
+
+
+def stopped(x):
+    """Another derivative than softmax has."""
+    return jax.lax.stop_gradient(jax.nn.softmax(x @ x.mT)) @ x
+
+
+def base_two(x):
+    weights = jnp.exp2(x @ x.mT)
+    return weights / weights.sum(axis=-1, keepdims=True) @ x
+
+
+def shared_keys(x):
+    """Two heads of queries and values, one of keys."""
+    heads = jnp.stack([x, jnp.cos(x)], axis=2)
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsh->bnts", heads, x))
+    return jnp.einsum("bnts,bsnh->btnh", weights, heads)
+
+
+def mean_of_heads(x):
+    heads = jnp.stack([x, jnp.cos(x)], axis=2)
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", heads, heads))
+    return jnp.mean(weights, axis=1) @ x
+
+
+SOME = {
+    changed: "changed after the softmax",
+    largest: "which scores are large",
+    capped_by: "for some arguments alone: tanh",
+    permuted: "not read as attention",
+    stopped: "cut by stop_gradient",
+    base_two: "have the base 2",
+    shared_keys: "heads that its keys do not have",
+    mean_of_heads: "lost after the softmax, as by a mean over heads",
+}
+"""Softmax attention at some lengths, for some arguments, or almost -> why it stays exact."""
+
+
+@pytest.mark.parametrize("function", SOME, ids=name)
+def test_softmax_for_some_lengths_or_arguments_alone(function):
+    more = {capped_by: (jnp.float32(1e6),), permuted: (jnp.arange(6),)}.get(function, ())
+    with pytest.raises(ValueError, match=SOME[function]):
+        performer.linearize(function, [(normal(0, 2, 6, 8), *more)], **EXACT)
 
 
 def loss(x):

@@ -477,7 +477,7 @@ LEFT = {
     t5_bias: "a bias that is no mask",
     sliding_window: "neither of keys, nor causal, nor of packed sequences",
     soft_cap: "is there a soft cap",
-    dropout: "is there dropout",
+    dropout: "as by dropout",
     conditional: "inside cond",
     flash_kernel: "a kernel, .*flash_attention",
     flash_attention: "a kernel, .*flash_attention",
