@@ -60,7 +60,10 @@ def agreement(values: Values, place: Place, setting: Setting) -> Agreement:
     bias = bias.astype(float32_or_wider(bias))
     seen = bias > MASKED
     visible = jnp.any(seen, axis=1)
-    keys = visible[:, -1] if "causal" in setting.kind else jnp.any(visible, axis=1)
+    keys = jnp.any(visible, axis=1)
+    if "causal" in setting.kind:  # keys of the last query, or of their own: the last may be padding
+        own = jnp.diagonal(values.scores(place, unfolded(0.0)), axis1=2, axis2=3)
+        keys = visible[:, -1] | jnp.any(own > MASKED, axis=1)
     pairs = jnp.broadcast_to(keys[:, None], visible.shape)
     if "causal" in setting.kind:
         pairs &= jnp.arange(s) <= rows[:, None]

@@ -325,7 +325,8 @@ def _attended(values: Values, place: Place, setting: Setting, own: Replacement) 
         if not place.scaled:
             affine &= jnp.all(jnp.isnan(scale) | jnp.isclose(scale, own.scale, 0.01))
         same = jnp.allclose(slopes, 0 if own.slopes is None else own.slopes, 1e-3, 1e-4)
-        valid = fits(visible, setting.kind) & is_alibi & same & affine
+        one_mask = jnp.all((bias > MASKED) == visible[:, None])
+        valid = fits(visible, setting.kind) & one_mask & is_alibi & same & affine
         mask = sample.keys[:, None, None]
         segments = sample.segments if "segments" in setting.kind else None
         scale = jnp.nan_to_num(scale) if place.scaled else own.scale[None]
@@ -337,10 +338,11 @@ def _attended(values: Values, place: Place, setting: Setting, own: Replacement) 
             valid = same.bias & same.scale & (same.mask | jnp.array("segments" in setting.kind))
         mask = same.keys[:, None, None]
     if "segments" in setting.kind and segments is None:  # written in the code: a constant
-        seen = values.scores(place, 0.0)[:, 0] > MASKED
-        fit = fits(seen, setting.kind)
+        seen = values.scores(place, 0.0) > MASKED
+        visible = jnp.any(seen, axis=1)
+        fit = fits(visible, setting.kind) & jnp.all(seen == visible[:, None])
         valid = fit if valid is None else valid & fit
-        segments, mask = jnp.argmax(seen, axis=-1), jnp.any(seen, axis=1)[:, None, None]
+        segments, mask = jnp.argmax(visible, axis=-1), jnp.any(visible, axis=1)[:, None, None]
     factor = scale[:, None, :, None] * query.shape[-1] ** 0.5
     output = performer_attention(
         (query.astype(float32_or_wider(query)) * factor).astype(query.dtype),

@@ -232,6 +232,35 @@ def test_padding_inside(measured):
         agree(new, padded_inside, normal(t, 2, t, 8))
 
 
+def buffer(x):
+    """Causal, in a buffer of 24 tokens: neither queries nor keys of padding."""
+    t = x.shape[1]
+    x = jnp.pad(x, ((0, 0), (0, 24 - t), (0, 0)), constant_values=3.0)
+    exists = jnp.arange(24) < t
+    return attend(tri(x) & exists & exists[:, None], x)[:, :t]
+
+
+def test_queries_of_padding_in_a_causal_mask():
+    new = replaced(buffer, [normal(0, 2, 12, 8)], **EXACT)
+    for t in (3, 12, 21, 24):
+        agree(new, buffer, normal(t, 2, t, 8))
+
+
+def test_a_mask_of_some_heads_is_nan():
+    """Seen by other heads, a key is not seen by all."""
+
+    def function(x, free):
+        mask = jnp.tri(x.shape[1], dtype=bool) | free[:, None, None]
+        scores = jnp.einsum("btnh,bsnh->bnts", x, x) / 9
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+        return jnp.einsum("bnts,bsnh->btnh", weights, x)
+
+    x, free = normal(0, 2, 6, 2, 8), jnp.ones(2, bool)
+    new = replaced(function, [x, free], **KEYS)
+    agree(new, function, x, free)
+    assert jnp.isnan(new(x, jnp.array([True, False]))).all()
+
+
 def where(x, mask):
     """The mask is read before and after the exponential."""
     return jax.nn.softmax(x @ x.mT / 9, where=mask[:, None]) @ x
