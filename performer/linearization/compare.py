@@ -58,12 +58,12 @@ def agreement(values: Values, place: Place, setting: Setting) -> Agreement:
     bias = scores(0.0)
     tolerance = 1e-3 if bias.dtype in (jnp.float32, jnp.float64) else 0.01
     bias = bias.astype(float32_or_wider(bias))
-    seen = bias > MASKED
-    visible = jnp.any(seen, axis=1)
+    allowed = bias > MASKED
+    visible = jnp.any(allowed, axis=1)
     keys = jnp.any(visible, axis=1)
     if "causal" in setting.kind:  # keys of the last query, or of their own: the last may be padding
-        own = jnp.diagonal(values.scores(place, unfolded(0.0)), axis1=2, axis2=3)
-        keys = visible[:, -1] | jnp.any(own > MASKED, axis=1)
+        diagonal = jnp.diagonal(values.scores(place, unfolded(0.0)), axis1=2, axis2=3)
+        keys = visible[:, -1] | jnp.any(diagonal > MASKED, axis=1)
     pairs = jnp.broadcast_to(keys[:, None], visible.shape)
     if "causal" in setting.kind:
         pairs &= jnp.arange(s) <= rows[:, None]
@@ -72,10 +72,10 @@ def agreement(values: Values, place: Place, setting: Setting) -> Agreement:
     slopes = jnp.zeros(bias.shape[1]) if setting.slopes is None else setting.slopes
     slope = (scores(FILL).astype(bias.dtype) - bias) / FILL
     scale = jnp.asarray(setting.scale, bias.dtype)[:, None, None]
-    apart = jnp.where(seen, jnp.abs(slope - scale), 0) > tolerance * jnp.abs(scale)
+    apart = jnp.where(allowed, jnp.abs(slope - scale), 0) > tolerance * jnp.abs(scale)
     return Agreement(
-        mask=jnp.all(same) & jnp.all(seen == visible[:, None]),
-        bias=flat(bias, seen, jnp.asarray(slopes, bias.dtype), distance),
+        mask=jnp.all(same) & jnp.all(allowed == visible[:, None]),
+        bias=flat(bias, allowed, jnp.asarray(slopes, bias.dtype), distance),
         scale=~jnp.any(apart),
         keys=keys,
     )
@@ -87,7 +87,7 @@ def lengths(place: Place) -> tuple[int, int]:
     return sizes[place.layout.time], sizes[place.layout.keys]
 
 
-def of_constants(values: Values, place: Place, setting: Setting) -> Agreement | None:
+def constant_agreement(values: Values, place: Place, setting: Setting) -> Agreement | None:
     """Compare constants of the program while it is traced; None if their values are not known.
 
     Raises:
@@ -99,10 +99,10 @@ def of_constants(values: Values, place: Place, setting: Setting) -> Agreement | 
     except Traced:
         return None
     result = compiled()  # not staged by what is traced around it
-    parts = {name: bool(getattr(result, name)) for name in ("mask", "bias", "scale")}
+    agreed = {name: bool(getattr(result, name)) for name in ("mask", "bias", "scale")}
     if "segments" in setting.kind:  # all pairs are compared where they are read
-        del parts["mask"]
-    for name, same in parts.items():
+        del agreed["mask"]
+    for name, same in agreed.items():
         if not same:
             (t, s), (before, keys_before) = lengths(place), setting.lengths
             raise ValueError(

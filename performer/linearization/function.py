@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.attention import performer_attention
-from performer.linearization.compare import Setting, agreement, lengths, of_constants
+from performer.linearization.compare import Setting, agreement, constant_agreement, lengths
 from performer.linearization.layers import Layer, Measured
 from performer.linearization.layout import Unfit
 from performer.linearization.measure import (
-    Seen,
+    Observed,
     alibi_slopes,
     examples,
     fits,
@@ -165,11 +165,11 @@ def linearize(
     for i in new:
         by_place.setdefault(layers[i].place, []).append(i)
     settings, arrays = {}, {}
-    for number, own in by_place.items():
-        each = [Replacement(new[i], layers[i].scale, layers[i].slopes) for i in own]
-        first, padded = layers[own[0]], any(layers[i].padded for i in own)
+    for number, numbers in by_place.items():
+        each = [Replacement(new[i], layers[i].scale, layers[i].slopes) for i in numbers]
+        first, padded = layers[numbers[0]], any(layers[i].padded for i in numbers)
         square = first.kind != "of keys" or first.slopes is not None
-        square = square or new[own[0]].exact.window > 0
+        square = square or new[numbers[0]].exact.window > 0
         place = places[number].place
         facts = (first.kind, padded, square, place.layout.roles, lengths(place))
         slopes = None if first.slopes is None else np.asarray(first.slopes)
@@ -196,11 +196,11 @@ def measure(
     depend on the number of batches. With it `linearize` needs no batches, except to refine.
     """
     batches = Remembered(batches)
-    seen = observe(function, batches, lambda place: where is None or where(place.name))
-    layers, left = [], {name: reason for name, (_, reason) in seen.left.items()}
-    for number, place in enumerate(seen.places):
+    observed = observe(function, batches, lambda place: where is None or where(place.name))
+    layers, left = [], {name: reason for name, (_, reason) in observed.left.items()}
+    for number, place in enumerate(observed.places):
         try:
-            layers += _layers_at(seen, number)
+            layers += _layers_at(observed, number)
         except Unfit as reason:
             left[place.name] = str(reason)
     if left and not layers:
@@ -208,7 +208,7 @@ def measure(
         raise ValueError(f"no attention can be replaced:\n{lines}")
     arguments = tuple(batches.last)
     outputs = cache(partial(outputs_of, function, arguments))
-    measured = Measured(layers, left, seen.places, arguments, outputs)
+    measured = Measured(layers, left, observed.places, arguments, outputs)
     warn(measured)
     return measured
 
@@ -218,21 +218,21 @@ def _stacked(lengths: tuple[int, ...], *layers: Replacement) -> Replacement:
     return jax.tree.map(lambda *x: jnp.stack(x).reshape(*lengths, *x[0].shape), *layers)
 
 
-def _layers_at(seen: Seen, number: int) -> list[Layer]:
+def _layers_at(observed: Observed, number: int) -> list[Layer]:
     """The layers of a place, one for each step of the scans around it.
 
     Raises:
         Unfit: with the reason why it stays exact.
     """
-    if number not in seen.records:
+    if number not in observed.records:
         raise Unfit(UNCHOSEN)
-    own = []
-    for step in steps_of(seen, number):
-        name = seen.places[number].name + "".join(f"[{i}]" for i in step)
-        own.append(layer_of(seen, name, [(number, step)]))
-    if len({(x.kind, x.slopes is None) for x in own}) > 1:
+    step_layers = []
+    for step in steps_of(observed, number):
+        name = observed.places[number].name + "".join(f"[{i}]" for i in step)
+        step_layers.append(layer_of(observed, name, [(number, step)]))
+    if len({(x.kind, x.slopes is None) for x in step_layers}) > 1:
         raise Unfit("its masks or biases are of another kind in each step of a scan")
-    return own
+    return step_layers
 
 
 def warn(measured: Measured) -> None:
@@ -265,7 +265,7 @@ def _call(
     program, arrays, result = program_of(function, arguments)
     matched = _matched(program, words)
     places = {i: place for i, place in enumerate(matched or ()) if place is not None}
-    replacements = {i: own for i, own in replacements.items() if not matched or i in places}
+    replacements = {i: x for i, x in replacements.items() if not matched or i in places}
     for number in replacements:
         setting = settings[number]
         same = matched and places[number].place.layout.take(setting.roles)
@@ -284,8 +284,8 @@ def _call(
             )
     numbers = {places[number].at: number for number in replacements}
 
-    def attend(values: Values, place: Place, at: tuple, own: Replacement) -> tuple[Array, Any]:
-        return _attended(values, place, settings[numbers[at]], own), ()
+    def attend(values: Values, place: Place, at: tuple, new: Replacement) -> tuple[Array, Any]:
+        return _attended(values, place, settings[numbers[at]], new), ()
 
     outputs, _ = run(program, arrays, nested(places, replacements), attend)
     return jax.tree.unflatten(result, outputs)
@@ -294,11 +294,11 @@ def _call(
 def _matched(program: Program, words: Sequence[tuple[str, ...]]) -> list[Named | None] | None:
     """The place of each measured one, None for a single key; None if others are computed."""
     here: list[tuple] = [(place.at, place.place.words, place) for place in named(program)]
-    here += [(at, own, None) for at, own in single_in(program)]
+    here += [(at, word, None) for at, word in single_in(program)]
     left, matched = iter(sorted(here, key=lambda x: x[0])), []
-    for own in words:
+    for expected in words:
         for _, word, place in left:
-            if word == own:
+            if word == expected:
                 matched.append(place)
                 break
             if place is not None:
@@ -307,10 +307,10 @@ def _matched(program: Program, words: Sequence[tuple[str, ...]]) -> list[Named |
     return matched if complete else None
 
 
-def _attended(values: Values, place: Place, setting: Setting, own: Replacement) -> Array:
+def _attended(values: Values, place: Place, setting: Setting, replacement: Replacement) -> Array:
     """Linear attention at a place, as the program has its output."""
     query, key, value = values.operands(place)
-    heads, w = (key.shape[-2], own.scale.shape[0]), own.attention.frequencies
+    heads, w = (key.shape[-2], replacement.scale.shape[0]), replacement.attention.frequencies
     if w is not None:
         heads = (w.shape[0], heads[1])
     if heads != (key.shape[-2], query.shape[-2]):
@@ -318,29 +318,30 @@ def _attended(values: Values, place: Place, setting: Setting, own: Replacement) 
             f"{place.line}: its axis of heads had length {heads[1]} when it was measured and has"
             f" {query.shape[-2]} here: if it is a batch axis, make it the first one of the scores"
         )
-    scale, mask, segments, valid = own.scale[None], None, None, None
+    scale, mask, segments, valid = replacement.scale[None], None, None, None
     if place.scaled or place.by_pairs:
         sample, visible, bias, scale, _, affine = read(values, place)
         slopes, is_alibi = alibi_slopes(bias, bias > MASKED)
         if not place.scaled:
-            affine &= jnp.all(jnp.isnan(scale) | jnp.isclose(scale, own.scale, 0.01))
-        same = jnp.allclose(slopes, 0 if own.slopes is None else own.slopes, 1e-3, 1e-4)
+            affine &= jnp.all(jnp.isnan(scale) | jnp.isclose(scale, replacement.scale, 0.01))
+        measured_slopes = 0 if replacement.slopes is None else replacement.slopes
+        same = jnp.allclose(slopes, measured_slopes, 1e-3, 1e-4)
         one_mask = jnp.all((bias > MASKED) == visible[:, None])
         valid = fits(visible, setting.kind) & one_mask & is_alibi & same & affine
         mask = sample.keys[:, None, None]
         segments = sample.segments if "segments" in setting.kind else None
-        scale = jnp.nan_to_num(scale) if place.scaled else own.scale[None]
+        scale = jnp.nan_to_num(scale) if place.scaled else replacement.scale[None]
     else:
-        same = None if place.masked else of_constants(values, place, setting)
+        same = None if place.masked else constant_agreement(values, place, setting)
         if same is None:
-            setting = setting._replace(scale=own.scale, slopes=own.slopes)
+            setting = setting._replace(scale=replacement.scale, slopes=replacement.slopes)
             same = agreement(values, place, setting)
             valid = same.bias & same.scale & (same.mask | jnp.array("segments" in setting.kind))
         mask = same.keys[:, None, None]
     if "segments" in setting.kind and segments is None:  # written in the code: a constant
-        seen = values.scores(place, 0.0) > MASKED
-        visible = jnp.any(seen, axis=1)
-        fit = fits(visible, setting.kind) & jnp.all(seen == visible[:, None])
+        allowed = values.scores(place, 0.0) > MASKED
+        visible = jnp.any(allowed, axis=1)
+        fit = fits(visible, setting.kind) & jnp.all(allowed == visible[:, None])
         valid = fit if valid is None else valid & fit
         segments, mask = jnp.argmax(visible, axis=-1), jnp.any(visible, axis=1)[:, None, None]
     factor = scale[:, None, :, None] * query.shape[-1] ** 0.5
@@ -350,9 +351,9 @@ def _attended(values: Values, place: Place, setting: Setting, own: Replacement) 
         value,
         mask=mask,
         is_causal="causal" in setting.kind,
-        alibi_slopes=own.slopes,
+        alibi_slopes=replacement.slopes,
         segment_ids=segments,
-        **own.attention.options,
+        **replacement.attention.options,
     )
     assert isinstance(output, jax.Array)
     output = place.layout.back(output)

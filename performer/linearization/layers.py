@@ -111,31 +111,31 @@ def head_errors(sample: Sample, attention: Linear, is_causal: bool = False) -> H
     def fractions(example):
         one = jax.tree.map(lambda x: x[None], example)
         exact, pairs = softmax_attention(one, is_causal), one.pairs(is_causal)
-        seen = pairs.astype(exact.dtype)
-        uniform = seen / jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True), 1)
+        allowed = pairs.astype(exact.dtype)
+        uniform = allowed / jnp.maximum(jnp.sum(allowed, axis=-1, keepdims=True), 1)
         estimate = performer_estimate(attention.frequencies, attention, one, is_causal)
         near = performer_estimate(None, alone, one, is_causal) if window else uniform * jnp.nan
         entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), (0, 2, 3))
         changes = (estimate - exact, near - exact, uniform - exact, exact)
         rows = [row_squares(x, pairs)[0] for x in changes]  # (n, t) each
-        error, of_near, of_uniform, size = (jnp.sum(x, axis=1) for x in rows)
+        error, near_error, uniform_error, size = (jnp.sum(x, axis=1) for x in rows)
         first = rows[0][:, 0], rows[-1][:, 0]
         lengths, count = squared_lengths(one.key, one.keys)
         return {
             "attention error": (error, size),
             "first row": first,
-            "exact pairs alone": (of_near, size),
-            "uniform attention": (of_uniform, size),
+            "exact pairs alone": (near_error, size),
+            "uniform attention": (uniform_error, size),
             "|q|^2": squared_lengths(one.query, one.queries),
             "|k|^2": (jnp.repeat(lengths, groups), count),
             "keys attended to": (entropy, jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)),
         }
 
-    of_examples = jax.lax.map(fractions, sample)
-    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_examples)
+    by_example = jax.lax.map(fractions, sample)
+    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), by_example)
     numbers = {name: above / below for name, (above, below) in sums.items()}
     # The standard error of a ratio of sums, from what each example adds to it.
-    error, size = of_examples["attention error"]
+    error, size = by_example["attention error"]
     added = jnp.mean((error - numbers["attention error"] * size) / jnp.sum(size, axis=0), axis=1)
     count = len(added)
     spread = jnp.sqrt(jnp.sum(added**2) * (count / (count - 1) if count > 1 else jnp.nan))

@@ -144,7 +144,7 @@ class Layout:
         (summed, batches) = product.params["dimension_numbers"]
         if len(contracted[0]) != 1 or len(summed[0]) != 1:
             return None
-        (axis,), (of_values,) = summed[number], summed[1 - number]
+        (axis,), (value_axis,) = summed[number], summed[1 - number]
         if len(weights[axis]) != 1 or weights[axis][0][0] == "batch":
             return None
         keys = weights[axis][0]
@@ -166,16 +166,16 @@ class Layout:
         shared = [atom for atom in all_sizes if atom[0] == side and atom != keys]
         if any(atom in sizes and (atom,) not in names for atom in shared):
             raise Unfit("its keys have more than one axis, or heads are mixed before the softmax")
-        of_batch = shared + lead[: len(lead) - len(heads)]
-        if not of_batch:  # keys that all examples share, such as a codebook
-            of_batch, groups = groups[:1], groups[1:]
+        batch_axes = shared + lead[: len(lead) - len(heads)]
+        if not batch_axes:  # keys that all examples share, such as a codebook
+            batch_axes, groups = groups[:1], groups[1:]
         repeated = [a for axis in names for a in axis if a[0] == other and a in sizes]
         if repeated and all(a in repeated for a in free if a in sizes):
             return None  # values of each query, such as of a mixture of experts
         if repeated:
             raise Unfit("its values have heads that its keys do not have")
         inner = batches[1 - number]
-        rest = [i for i in range(value.ndim) if i not in (*inner, of_values)]
+        rest = [i for i in range(value.ndim) if i not in (*inner, value_axis)]
         free_names = [x for i, x in enumerate(weights) if i not in (axis, *batches[number])]
         queries, values = [a for x in free_names for a in x], [WIDTH]
         # A product has its batch axes first, then the free axes of its left and right operand.
@@ -187,11 +187,11 @@ class Layout:
             dims=(contracted, batch),
             time=time,
             keys=keys,
-            batch=of_batch,
+            batch=batch_axes,
             heads=heads,
             groups=groups,
             values=1 - number,
-            value_dims=(names, list(inner), of_values, rest),
+            value_dims=(names, list(inner), value_axis, rest),
             shape=product.outvars[0].aval.shape,
             dtype=product.outvars[0].aval.dtype,
             order=order,
@@ -219,8 +219,8 @@ class Layout:
         if len(roles) != len(self.goal):
             return False
         known: dict[Any, str] = {}
-        for axis, own in zip(self.goal, roles, strict=True):
-            known |= dict(zip(axis[::-1], own[::-1], strict=False))
+        for axis, parts in zip(self.goal, roles, strict=True):
+            known |= dict(zip(axis[::-1], parts[::-1], strict=False))
         known.pop(self.keys, None)
         free = [self.time, *self.groups, *(a for a in self.batch if a[0] in ("left", "right"))]
         lost = [a for a in free if a not in known and a[0] != self.keys[0]]
@@ -236,11 +236,11 @@ class Layout:
 
     def _arranged(self, x: Array, have: list, *groups: list) -> Array:
         """x, whose axes are named `have`, with an axis for each group; those it lacks repeat."""
-        wanted = [atom for group in groups for atom in group]
+        order = [atom for group in groups for atom in group]
         sizes = self.sizes | dict(zip(have, x.shape, strict=True))
-        x = jnp.transpose(x, [have.index(atom) for atom in wanted if atom in have])
-        x = jnp.expand_dims(x, [i for i, atom in enumerate(wanted) if atom not in have])
-        x = jnp.broadcast_to(x, [sizes[atom] for atom in wanted])
+        x = jnp.transpose(x, [have.index(atom) for atom in order if atom in have])
+        x = jnp.expand_dims(x, [i for i, atom in enumerate(order) if atom not in have])
+        x = jnp.broadcast_to(x, [sizes[atom] for atom in order])
         return x.reshape([math.prod(sizes[atom] for atom in group) for group in groups])
 
     def _operand(self, x: Array, which: int, *groups: list) -> Array:

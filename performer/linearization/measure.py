@@ -37,7 +37,7 @@ EXAMPLES = 8
 """Examples held out, and as many of the others, whose queries and keys are kept."""
 
 
-class Seen(NamedTuple):
+class Observed(NamedTuple):
     """Attention that a function computes, and what was measured of it."""
 
     places: list[Named]
@@ -51,32 +51,32 @@ def observe(
     function: Callable[..., Any],
     batches: Iterable[Any],
     chosen: Callable[[Named], bool] = lambda place: True,
-) -> Seen:
+) -> Observed:
     """Call the function on the batches, and measure the chosen places.
 
     Raises:
         ValueError: if there are no batches, if they run different programs, or if one is no tuple
             of arguments.
     """
-    seen, number = Seen([], {}, {}), None
+    observed, number = Observed([], {}, {}), None
     for number, (program, new) in enumerate(_observations(function, batches, chosen)):
         places = named(program)
-        if number and words_of(places) != words_of(seen.places):
+        if number and words_of(places) != words_of(observed.places):
             raise ValueError(
                 f"batch {number} runs another program than batch 0: its attention is computed"
                 " differently, so linearize on one kind of batches"
             )
         for each in left_in(program):
-            same = seen.left.get(each.line, (each.scope, each.reason))[1] == each.reason
-            seen.left[each.line + SECOND * (not same)] = each.scope, each.reason
+            same = observed.left.get(each.line, (each.scope, each.reason))[1] == each.reason
+            observed.left[each.line + SECOND * (not same)] = each.scope, each.reason
         both = {
-            i: together(seen.records[i], new[i], len(places[i].lengths))
-            for i in seen.records.keys() & new
+            i: together(observed.records[i], new[i], len(places[i].lengths))
+            for i in observed.records.keys() & new
         }
-        seen = seen._replace(places=places, records=new | both)
+        observed = observed._replace(places=places, records=new | both)
     if number is None:
         raise ValueError("there are no batches: give at least one batch of arguments")
-    return seen
+    return observed
 
 
 def program_of(
@@ -86,13 +86,13 @@ def program_of(
     leaves, tree = jax.tree.flatten(tuple(arguments))
     given = [hasattr(x, "shape") for x in leaves]
 
-    def of_arrays(*arrays: Any) -> Any:
+    def from_arrays(*arrays: Any) -> Any:
         left = iter(arrays)
         both = [next(left) if is_array else x for x, is_array in zip(leaves, given, strict=True)]
         return function(*jax.tree.unflatten(tree, both))
 
     arrays = [x for x, is_array in zip(leaves, given, strict=True) if is_array]
-    program, result = traced(of_arrays, arrays)
+    program, result = traced(from_arrays, arrays)
     return program, arrays, result
 
 
@@ -112,20 +112,22 @@ def nested(places: Sequence[Named] | dict[int, Named], settings: dict[int, Any])
     return outer
 
 
-def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]) -> Layer:
+def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]) -> Layer:
     """The layer that is called at these places and steps.
 
     Raises:
         Unfit: with the reason why it stays exact.
     """
     lines = {
-        name.removesuffix(SECOND) for name, (scope, _) in seen.left.items() if "transpose(" in scope
+        name.removesuffix(SECOND)
+        for name, (scope, _) in observed.left.items()
+        if "transpose(" in scope
     }
-    if any(seen.places[number].place.line in lines for number, _ in calls):
+    if any(observed.places[number].place.line in lines for number, _ in calls):
         raise Unfit(
             READ_ELSEWHERE
         )  # a derivative, for example of a checkpoint, computes them again
-    records = [steps_of(seen, number)[step] for number, step in calls]
+    records = [steps_of(observed, number)[step] for number, step in calls]
     record = reduce(together, records)
     if not np.isfinite(record["moments"]).all():
         raise ValueError(
@@ -155,16 +157,16 @@ def layer_of(seen: Seen, path: str, calls: Sequence[tuple[int, tuple[int, ...]]]
         kind=kind,
         scale=jnp.asarray(record["scale"]),
         slopes=jnp.asarray(slopes) if np.any(np.abs(slopes) > 1e-6) else None,
-        masked=any(seen.places[i].place.masked for i, _ in calls),
+        masked=any(observed.places[i].place.masked for i, _ in calls),
         padded=not record["all keys"],
         calls=tuple(calls),
     )
 
 
-def steps_of(seen: Seen, number: int) -> dict[tuple[int, ...], dict[str, Any]]:
+def steps_of(observed: Observed, number: int) -> dict[tuple[int, ...], dict[str, Any]]:
     """Records of a place: for each step of the scans around it, () if there are none."""
-    steps = np.ndindex(seen.places[number].lengths)
-    return {step: jax.tree.map(lambda x, i=step: x[i], seen.records[number]) for step in steps}
+    steps = np.ndindex(observed.places[number].lengths)
+    return {step: jax.tree.map(lambda x, i=step: x[i], observed.records[number]) for step in steps}
 
 
 def examples(
@@ -173,16 +175,18 @@ def examples(
     layer: Layer,
 ) -> Sample:
     """Queries and keys of one layer in all batches, at all its calls, but for those held out."""
-    numbers, parts = {number for number, _ in layer.calls}, []
-    for program, seen in _observations(
+    numbers, samples = {number for number, _ in layer.calls}, []
+    for program, records in _observations(
         function, batches, lambda place: place.number in numbers, whole=True
     ):
         del program
-        calls = (jax.tree.map(lambda x, i=step: x[i], seen[number]) for number, step in layer.calls)
-        parts += [Sample(**each["sample"]) for each in calls]
+        calls = (
+            jax.tree.map(lambda x, i=step: x[i], records[number]) for number, step in layer.calls
+        )
+        samples += [Sample(**each["sample"]) for each in calls]
     if layer.held_out.segments is None:
-        parts = [part._replace(segments=None) for part in parts]
-    return jax.tree.map(lambda *x: jnp.asarray(np.concatenate(x)), *parts)
+        samples = [sample._replace(segments=None) for sample in samples]
+    return jax.tree.map(lambda *x: jnp.asarray(np.concatenate(x)), *samples)
 
 
 def _observations(
@@ -250,16 +254,16 @@ def read(values: Values, place: Place) -> Read:
     dtype = float32_or_wider(query, key)
     query, key, bias = (x.astype(dtype) for x in (query, key, bias))
     slope = (values.scores(place, unfolded(FILL)).astype(dtype) - bias) / FILL
-    seen = bias > MASKED
-    scale = jnp.max(jnp.where(seen, slope, -jnp.inf), axis=(2, 3))  # (b, n)
+    allowed = bias > MASKED
+    scale = jnp.max(jnp.where(allowed, slope, -jnp.inf), axis=(2, 3))  # (b, n)
     scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
-    bend = jnp.where(seen, jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None]), 0)
+    bend = jnp.where(allowed, jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None]), 0)
     affine = jnp.max(bend) <= 0.01 * jnp.nanmax(jnp.abs(scale))
-    visible = jnp.any(seen, axis=1)
+    visible = jnp.any(allowed, axis=1)
     queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
     if visible.shape[1] == visible.shape[2]:  # with a mask of keys padding is no query
-        of_keys = jnp.all(visible == visible[:, :1], axis=(1, 2))[:, None]
-        queries &= keys | ~of_keys
+        same_keys = jnp.all(visible == visible[:, :1], axis=(1, 2))[:, None]
+        queries &= keys | ~same_keys
     factor = jnp.nan_to_num(scale)[:, None, :, None] * query.shape[-1] ** 0.5
     sample = Sample(query * factor, key, queries, keys, jnp.argmax(visible, axis=-1))
     return Read(sample, visible, bias, scale, value, affine)
@@ -292,23 +296,25 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     apart = jnp.max(jnp.where(both, 0, jnp.abs(exact - got)), initial=0)
     largest = jnp.max(jnp.where(jnp.isnan(got), 0, jnp.abs(got)), initial=1e-30)
     tolerance = max(TOLERANCE.get(x, 0.05) for x in place.dtypes)
-    seen = bias > MASKED
-    of_heads = jnp.nanmax(scale, axis=0)
+    allowed = bias > MASKED
+    head_scales = jnp.nanmax(scale, axis=0)
     bends = [_bend(values, place, bias, scale, x) for x in (1, -1, 8)]
-    slopes, alibi = alibi_slopes(bias, seen)
+    slopes, alibi = alibi_slopes(bias, allowed)
     count = jnp.float32(sample.queries.size)
     fitted_to = jnp.asarray(~is_held_out(len(bias)))
     pairs = (visible & (sample.queries & fitted_to[:, None])[..., None])[:, None]
-    one_scale = jnp.all(jnp.isnan(scale) | (jnp.abs(scale - of_heads) <= 1e-3 * jnp.abs(of_heads)))
+    one_scale = jnp.all(
+        jnp.isnan(scale) | (jnp.abs(scale - head_scales) <= 1e-3 * jnp.abs(head_scales))
+    )
     few = min(EXAMPLES, len(held_out.query))
     return {
         "moments": pair_moments(sample.query, sample.key, mask=pairs) * count,
         "count": count,
         "batches": jnp.float32(1),
         "slopes": slopes,
-        "scale": jnp.nan_to_num(of_heads),
-        "affine": affine & (jnp.max(jnp.stack(bends)) <= 0.01 * jnp.nanmax(jnp.abs(of_heads))),
-        "same heads": jnp.all(seen == visible[:, None]),
+        "scale": jnp.nan_to_num(head_scales),
+        "affine": affine & (jnp.max(jnp.stack(bends)) <= 0.01 * jnp.nanmax(jnp.abs(head_scales))),
+        "same heads": jnp.all(allowed == visible[:, None]),
         "alibi": alibi,
         "exact": (apart <= tolerance * largest) & (one_scale | jnp.array(place.scaled)),
         "all keys": jnp.all(sample.keys),
@@ -332,26 +338,27 @@ def _bend(values: Values, place: Place, bias: Array, scale: Array, times: float)
     return jnp.max(jnp.where(bias > MASKED, apart, 0))
 
 
-def alibi_slopes(bias: Array, seen: Array) -> tuple[Float[Array, " n"], Bool[Array, ""]]:
+def alibi_slopes(bias: Array, allowed: Array) -> tuple[Float[Array, " n"], Bool[Array, ""]]:
     """Return the slopes, and true if the bias is -slope |i - j| plus a constant for each row."""
     t, s = bias.shape[-2:]
     slopes, distance = jnp.zeros(bias.shape[1], bias.dtype), jnp.zeros((t, s), bias.dtype)
-    level = jnp.where(seen, bias, 0)
+    level = jnp.where(allowed, bias, 0)
     if t == s > 1:
         distance = jnp.abs(jnp.arange(t)[:, None] - jnp.arange(t)).astype(bias.dtype)
         here, before = (jnp.diagonal(x[..., 1:, :], y, -2, -1) for x, y in ((level, 1), (level, 0)))
-        both = jnp.diagonal(seen[..., 1:, :], 1, -2, -1) & jnp.diagonal(seen[..., 1:, :], 0, -2, -1)
+        below = allowed[..., 1:, :]
+        both = jnp.diagonal(below, 1, -2, -1) & jnp.diagonal(below, 0, -2, -1)
         total = jnp.sum(jnp.where(both, here - before, 0), axis=(0, 2))
         slopes = total / jnp.maximum(jnp.sum(both, axis=(0, 2), dtype=bias.dtype), 1)
-    return slopes, flat(bias, seen, slopes, distance)
+    return slopes, flat(bias, allowed, slopes, distance)
 
 
-def flat(bias: Array, seen: Array, slopes: Array, distance: Array) -> Bool[Array, ""]:
+def flat(bias: Array, allowed: Array, slopes: Array, distance: Array) -> Bool[Array, ""]:
     """True if the bias is -slope distance plus a constant for each row."""
-    level = jnp.where(seen, bias, 0)
+    level = jnp.where(allowed, bias, 0)
     rest = level + slopes[:, None, None] * distance
-    high = jnp.max(jnp.where(seen, rest, -jnp.inf), axis=-1)
-    low = jnp.min(jnp.where(seen, rest, jnp.inf), axis=-1)
+    high = jnp.max(jnp.where(allowed, rest, -jnp.inf), axis=-1)
+    low = jnp.min(jnp.where(allowed, rest, jnp.inf), axis=-1)
     spread = jnp.max(jnp.where(high >= low, high - low, 0), initial=0)
     return spread <= 1e-3 * (1 + 0.01 * jnp.max(jnp.abs(level)))
 

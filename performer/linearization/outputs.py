@@ -49,17 +49,17 @@ def outputs_of(function: Callable[..., Any], arguments: Sequence[Any]) -> Output
     given = [hasattr(x, "shape") for x in leaves]
 
     @jax.jit
-    def of_arrays(arrays):
+    def floating_outputs(arrays):
         left = iter(arrays)
-        own = [next(left) if is_array else x for x, is_array in zip(leaves, given, strict=True)]
+        both = [next(left) if is_array else x for x, is_array in zip(leaves, given, strict=True)]
         return [
             x.astype(jnp.float32)
-            for x in map(jnp.asarray, jax.tree.leaves(function(*jax.tree.unflatten(tree, own))))
+            for x in map(jnp.asarray, jax.tree.leaves(function(*jax.tree.unflatten(tree, both))))
             if jnp.issubdtype(x.dtype, jnp.floating)
         ]
 
     return jax.device_get(
-        of_arrays([x for x, is_array in zip(leaves, given, strict=True) if is_array])
+        floating_outputs([x for x, is_array in zip(leaves, given, strict=True) if is_array])
     )
 
 

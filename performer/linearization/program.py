@@ -222,13 +222,14 @@ class Values:
 
     def operands(self, place: Place) -> tuple[Array, Array, Array]:
         """Return queries (b, t, n, h), keys (b, s, k, h) and values (b, s, k, v)."""
-        of_scores, of_output = (self.program.ops[i].inputs for i in (place.scores, place.output))
+        ops = self.program.ops
+        score_inputs, output_inputs = ops[place.scores].inputs, ops[place.output].inputs
         layout = place.layout
-        query, key = (self.read(of_scores[i]) for i in layout.operands)
+        query, key = (self.read(score_inputs[i]) for i in layout.operands)
         return (
             layout.query(query),
             layout.key(key),
-            layout.value(self.read(of_output[layout.values])),
+            layout.value(self.read(output_inputs[layout.values])),
         )
 
 
@@ -314,8 +315,8 @@ def _run_body(
     constants, carry = inputs[: last - count], inputs[last - count : last]
 
     def step(carry, slices):
-        of_step, setting = slices
-        outputs, kept = run(body, [*constants, *carry, *of_step], setting, handle, at)
+        step_inputs, setting = slices
+        outputs, kept = run(body, [*constants, *carry, *step_inputs], setting, handle, at)
         return outputs[:count], (outputs[count:], kept)
 
     options = {name: parameters[name] for name in ("length", "reverse", "unroll")}

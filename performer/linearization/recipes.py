@@ -133,18 +133,18 @@ class Options:
         names = [f"exact_{name}" for name in Exact._fields]
         given = [keywords.pop(name, None) for name in names]
         exact = Exact(*(number or 0 for number in given))
-        own = cls(**keywords, exact=None if given == [None] * len(given) else exact)
-        calibrations.parts(own.calibration, own.coupling)
-        counts: dict[str, int] = dict(refine_steps=own.refine_steps, keep=own.keep)
-        counts |= exact.options | dict(num_features=own.num_features or 0)
+        options = cls(**keywords, exact=None if given == [None] * len(given) else exact)
+        calibrations.parts(options.calibration, options.coupling)
+        counts: dict[str, int] = dict(refine_steps=options.refine_steps, keep=options.keep)
+        counts |= exact.options | dict(num_features=options.num_features or 0)
         for name, count in counts.items():
             if count < 0:
                 raise ValueError(f"{name} must not be negative, got {count}")
-        if own.tolerance is not None and not own.tolerance > 0:
-            raise ValueError(f"tolerance must be positive, such as 0.1, got {own.tolerance}")
+        if options.tolerance is not None and not options.tolerance > 0:
+            raise ValueError(f"tolerance must be positive, such as 0.1, got {options.tolerance}")
         if exact.first and not exact.window:
             raise ValueError(f"exact_first={exact.first} requires exact_window > 0")
-        if own.num_features == 0 and not exact.window:
+        if options.num_features == 0 and not exact.window:
             raise ValueError(
                 "num_features=0 attends to a window alone: it requires exact_window > 0"
             )
@@ -153,12 +153,12 @@ class Options:
                 "batches must be a list of batches, and this is one array of shape"
                 f" {batches.shape}: pass [x]"
             )
-        if own.refine_steps and iter(batches) is batches:
+        if options.refine_steps and iter(batches) is batches:
             raise ValueError(
                 "refine_steps reads the batches once for each layer, and these can be read only"
                 " once: pass a list of them"
             )
-        return own
+        return options
 
 
 class Drawn(NamedTuple):
@@ -218,7 +218,7 @@ def replacements(
 
 
 def _of_place(
-    own: Sequence[tuple[PRNGKeyArray, Layer]],
+    layers: Sequence[tuple[PRNGKeyArray, Layer]],
     examples: Examples,
     options: Options,
     show: Callable[[str], Any],
@@ -228,16 +228,16 @@ def _of_place(
     The first query is exact where its row is not within the limit, as a class token's often is. If
     the dearest recipe is hopeless no other is tried.
     """
-    sample, best, least = cache(lambda i: examples(own[i][1])), [], math.inf
+    sample, best, least = cache(lambda i: examples(layers[i][1])), [], math.inf
 
     def calibrated(recipe: Recipe) -> list[Drawn]:
-        return [_calibrated(key, layer, recipe, options) for key, layer in own]
+        return [_calibrated(key, layer, recipe, options) for key, layer in layers]
 
     def with_first_row(recipe: Recipe) -> Recipe:
         exact = recipe.exact._replace(rows=max(recipe.exact.rows, int(not options.sized)))
-        return recipe._replace(exact=own[0][1].supported(exact))
+        return recipe._replace(exact=layers[0][1].supported(exact))
 
-    *_, dearest = ladder = options.recipes(own[0][1])
+    *_, dearest = ladder = options.recipes(layers[0][1])
     hopeless = options.limit * (REACH if options.refine_steps else 1)
     if len(ladder) > 1:
         drawn = calibrated(with_first_row(dearest))
@@ -249,9 +249,9 @@ def _of_place(
             drawn = calibrated(recipe := with_first_row(recipe))
         worst = before = max(x.error for x in drawn)
         if options.refine_steps and recipe.num_features and worst <= hopeless:
-            drawn = [_refined(x, own[i][1], sample(i), options) for i, x in enumerate(drawn)]
+            drawn = [_refined(x, layers[i][1], sample(i), options) for i, x in enumerate(drawn)]
             worst = max(x.error for x in drawn)
-            show(f"{own[0][1].path}: {recipe}: error {before:.3g}, refined {worst:.3g}")
+            show(f"{layers[0][1].path}: {recipe}: error {before:.3g}, refined {worst:.3g}")
         if not best or worst < least:
             best, least = drawn, worst
         if options.meets(worst):
@@ -330,11 +330,11 @@ def _remarks(
             " example exact_window=32, exact_first=1"
         )
     if is_new and len(layer.held_out.query) >= ENOUGH:
-        seen = mean(head_errors(layer.fitted, linear, layer.is_causal))
-        if error - seen > max(3 * mean(errors, "standard error"), 0.01):
+        fitted_error = mean(head_errors(layer.fitted, linear, layer.is_causal))
+        if error - fitted_error > max(3 * mean(errors, "standard error"), 0.01):
             remarks.append(
-                f"has the error {error:.2g} on held-out examples and {seen:.2g} on those fitted:"
-                " give more batches, or fewer refine_steps"
+                f"has the error {error:.2g} on held-out examples and {fitted_error:.2g} on those"
+                " fitted: give more batches, or fewer refine_steps"
             )
     return [f"{layer.path} {text}" for text in remarks]
 

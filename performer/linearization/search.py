@@ -82,8 +82,8 @@ def program_of(jaxpr: Any, constants: Sequence[Any], scope: str = "") -> Program
     A function with a derivative of its own is inlined only if it has a part in a place.
     """
     program = _searched(inlined(jaxpr, constants, scope))
-    parts = {x for i in program.attention for x in program.ops[i].custom}
-    whole = {x for op in program.ops for x in op.custom} - parts
+    in_places = {x for i in program.attention for x in program.ops[i].custom}
+    whole = {x for op in program.ops for x in op.custom} - in_places
     if not whole:
         return program
     return replace(_searched(inlined(jaxpr, constants, scope, whole)), left=program.left)
@@ -149,15 +149,15 @@ def _add_place(program: Program, output: int) -> None:
 def _before(program: Program, ref: Ref, names: tuple[str, ...]) -> int | None:
     """The latest operation of these names that a value comes from, without a product between."""
     # A heap of negative numbers: the latest operation comes first.
-    heap, seen = ([] if ref.op is None else [-ref.op]), set()
+    heap, visited = ([] if ref.op is None else [-ref.op]), set()
     while heap:
         number = -heapq.heappop(heap)
         op = program.ops[number]
         if op.name in names:
             return number
-        if number in seen or op.name == "dot_general" or op.body is not None:
+        if number in visited or op.name == "dot_general" or op.body is not None:
             continue
-        seen.add(number)
+        visited.add(number)
         for each in op.inputs:
             if each.op is not None:
                 heapq.heappush(heap, -each.op)
