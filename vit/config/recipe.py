@@ -9,8 +9,9 @@
 
 The patch is the largest of 1, 2, 4, 8 and 16 pixels that leaves 7 x 7 patches. A batch is the power
 of two at most 2 sqrt(pictures), and at most 4096; a run has 90 epochs, and at least 600 steps, a
-tenth of them warm-up. It is evaluated 20 times. A flag overrides any field; the others are then
-derived from it: with fewer epochs the warm-up is also shorter.
+tenth of them warm-up. It is evaluated 20 times. Attention has 2 head_dim random features that are
+calibrated while training. A flag overrides any field; the others are then derived from it: with
+fewer epochs the warm-up is also shorter.
 """
 
 import math
@@ -91,7 +92,7 @@ def for_images(
     cropped = not few and image_size >= 64
     derived = Config(
         model=Model(variant=variant, pooling="mean", dtype=row.dtype),
-        attention=Attention(num_features=2 * Model(variant).size.head_dim),
+        attention=Attention(num_features=2 * Model(variant).size.head_dim, calibration="full"),
         data=Data(
             image_size=image_size,
             eval_resize=max(image_size, min(side, image_size * 8 // 7)) if cropped else 0,

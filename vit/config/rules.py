@@ -100,7 +100,10 @@ def validate(config: Config) -> None:
             parts = performer.calibration.parts(block.calibration)
             feature_map = performer.features.get(attention.feature_map)
             if parts and not feature_map.exponential:
-                raise ValueError("a calibration requires the feature map positive")
+                raise ValueError(
+                    "a calibration requires the feature map positive; for other maps give"
+                    " --config.attention.calibration=none"
+                )
             if any(exact(config, block)) and not feature_map.estimates_softmax:
                 raise ValueError("exact pairs require a feature map that estimates softmax")
             draw = partial(performer.couplings.draw, coupling=attention.coupling)
