@@ -487,13 +487,13 @@ def refine_far(
         >>> exact = Exact(window=4, first=1)
         >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
         >>> far, fitted = calibrated_far(frequencies, exact, Sample.of(q, k), is_causal=True)
-        >>> start = Far.of(START * far.of_key)
+        >>> start = Far.of(START * far.w_key)
         >>> far = refine_far(start, fitted, exact, Sample.of(q, k), steps=2, is_causal=True)
 
         `performer_attention` runs the result:
 
         >>> output = performer_attention(
-        ...     q, k, v, far.of_key, query_frequencies=far.of_query, weights=far.weights,
+        ...     q, k, v, far.w_key, query_frequencies=far.w_query, weights=far.weights,
         ...     feature_map=LEARNED, is_causal=True, **exact.options,
         ... )
     """

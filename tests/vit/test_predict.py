@@ -77,7 +77,7 @@ def test_maps_with_a_window_lie_as_the_picture_does():
         shape = config.Model(variant="XS/2", pooling="token")
         model = new_vit(small_config(model=shape, attention=attention))
         both.append(rollout.maps(model, images))
-    for seen in (both[1].own, both[1].exact):
+    for seen in (both[1].estimated, both[1].exact):
         np.testing.assert_allclose(seen, both[0].exact, atol=1e-5)
 
 
