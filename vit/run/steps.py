@@ -191,7 +191,7 @@ def loss_and_gradients(
 ) -> tuple[jax.Array, Sums, nnx.State]:
     """Return the mean loss of the examples, the sums of `task.loss`, and the gradients.
 
-    Gradients are accumulated over `parts` parts of the batch, so that only the activations of one
+    Gradients are accumulated over `count` parts of the batch, so that only the activations of one
     part are in memory; the result is the same as for the whole batch.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
