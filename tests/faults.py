@@ -59,6 +59,8 @@ def main(parts: list[str]) -> None:
     """Plant the faults whose names have one of the parts in them, or all."""
     faults = tomllib.loads((ROOT / "tests/faults.toml").read_text())["fault"]
     faults = [f for f in faults if not parts or any(part in f["name"] for part in parts)]
+    if not faults:
+        sys.exit(f"no fault has any of {parts} in its name")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder).resolve() / "tree"
         ignored = shutil.ignore_patterns(".*", "__pycache__", "_build", "runs")

@@ -212,8 +212,9 @@ def performer_attention(
             `jnp.eye(h)` and scale 1 they give linear attention (Katharopoulos et al. 2020), where a
             query that shares no feature with a key returns 0.
         stabilizer: "exact", or "google" to replicate the public code of Choromanski et al. 2021:
-            one maximum over keys and features, and 1e-6 added to every positive feature. That is
-            biased, and causal attention depends on future keys through the maximum.
+            one maximum over features and keys (causal: the keys up to the last query), and 1e-6
+            added to every positive feature. That is biased, and causal attention depends on future
+            keys through the maximum.
         implementation: a name of the table above. None is "pallas" on an NVIDIA GPU in bfloat16
             with sizes that need no padding, if the kernels support the call, and a single device or
             the mesh in context is known to compute it; else "blocked". `explain` has the reason.

@@ -220,6 +220,8 @@ def _pairs(tokens, kind, key_options, pair_options):
         given = given if given.ndim > len(lead) + 1 else given[..., None]
         key_bias = key_bias + np.broadcast_to(given, (*lead, s, given.shape[-1])).reshape(b, s, -1)
     key_bias = np.where(exists[..., None], key_bias, -np.inf)
+    if is_causal:  # keys after the last query, which no query sees: not in a maximum either
+        key_bias[:, t:] = -np.inf
     exists_at = key_bias > -np.inf
     key, value = (np.where(exists_at[..., None], x, 0) for x in (key, value))
     ids, key_ids = _segments(segment_ids, lead, b, t, s)

@@ -15,10 +15,23 @@ import pytest
 from performer import performer_attention
 from performer.attention import attention_weights, op, refusals
 from performer.calibration import Calibration
+from performer.testing import reference_attention
 from tests.support.attention_inputs import SLOPES, H, M, V, close, inputs, orthogonal
 from tests.support.tiers import tiers
 
 # Limits
+
+
+@pytest.mark.parametrize("stabilizer", ["exact", "google"])
+def test_keys_after_the_last_query_have_no_part(stabilizer):
+    """The maximum of "google" is one over the keys that a query sees; the oracle had all keys."""
+    query, key, value, frequencies = inputs(t=6, s=9)
+    key = key.at[:, 6:].multiply(4)
+    attend = partial(performer_attention, is_causal=True, stabilizer=stabilizer)
+    output = attend(query, key, value, frequencies)
+    close(output, attend(query, key[:, :6], value[:, :6], frequencies), 1e-6)
+    options = dict(is_causal=True, stabilizer=stabilizer)
+    close(output, reference_attention(query, key, value, frequencies, **options), 1e-5)
 
 
 @pytest.mark.thorough
