@@ -90,7 +90,7 @@ def program_of(jaxpr: Any, constants: Sequence[Any], scope: str = "") -> Program
 
 
 def _searched(program: Program) -> Program:
-    """The program with its places, and those of its bodies."""
+    """The program with its places and the places of its bodies."""
     for number, op in enumerate(program.ops):
         _look_inside(program, op)
         if op.name == "dot_general":

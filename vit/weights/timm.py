@@ -100,7 +100,7 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
     """Build the encoder of a file.
 
     Args:
-        arrays: those of `to_read`.
+        arrays: the arrays that `to_read` names.
         config: `config.json` as timm writes it.
         preprocessor: `preprocessor_config.json`, whose mean and deviation have precedence.
 
