@@ -76,8 +76,8 @@ def loss(model: Decoder, batch: Batch) -> tuple[Array, Sums]:
 
 def count(model: Decoder, batch: Batch) -> Sums:
     """Return sums over windows that are not padding: mean loss, and that of the second half."""
-    losses_of = cross_entropies(model, batch)
-    halves = {"loss": losses_of, "loss_second_half": losses_of[:, losses_of.shape[1] // 2 :]}
+    values = cross_entropies(model, batch)
+    halves = {"loss": values, "loss_second_half": values[:, values.shape[1] // 2 :]}
     return {name: jnp.sum(batch["mask"] * jnp.mean(x, axis=-1)) for name, x in halves.items()}
 
 

@@ -148,8 +148,8 @@ def _sample(key, kernel, near, observed, y, noise_scale, output_scale, tolerance
     solution, residual = _solve(
         _system(near, observed, output_scale, noise_scale), right, tolerance
     )
-    weights_at = jnp.zeros_like(prior).at[observed].add(solution)
-    correction = kernel.left @ near.left.transposed(weights_at)
+    on_nodes = jnp.zeros_like(prior).at[observed].add(solution)
+    correction = kernel.left @ near.left.transposed(on_nodes)
     return (prior + output_scale**2 * correction).T, residual
 
 

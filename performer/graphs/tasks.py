@@ -88,9 +88,9 @@ def kernel_kmeans(
         count = jnp.bincount(labels, length=num_clusters)  # int32: sums of ones stop at 2^24
         sizes = jnp.maximum(count, 1).astype(members.dtype)
         sums = _apply(kernel, members) / sizes[None]
-        spread = jnp.sum(members * sums, axis=0) / sizes
-        away = jnp.where((count > 0)[None], spread[None] - 2 * sums, jnp.inf)
-        return away, -jnp.sum(spread * sizes)
+        within = jnp.sum(members * sums, axis=0) / sizes
+        away = jnp.where((count > 0)[None], within[None] - 2 * sums, jnp.inf)
+        return away, -jnp.sum(within * sizes)
 
     def nearest(labels):
         return jnp.argmin(distances(labels)[0], axis=1).astype(jnp.int32)

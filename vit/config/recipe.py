@@ -160,16 +160,10 @@ def for_data_set(where: str) -> Derived:
     number = len(dataset.train)
     pictures = (dataset.train[i]["image"] for i in range(0, number, max(1, number // SAMPLED)))
     side = int(statistics.median(min(augment.open_image(x).size) for x in pictures))
-    dataset_values = {
-        "data.name": section.name,
-        "data.dir": section.dir,
-        "data.eval_split": evaluated,
-    }
+    fixed = {"data.name": section.name, "data.dir": section.dir, "data.eval_split": evaluated}
 
     def derive(values: dict[str, Any]) -> Config:
-        return for_images(
-            number, dataset.num_classes, side, dataset.channels, dataset_values | values
-        )
+        return for_images(number, dataset.num_classes, side, dataset.channels, fixed | values)
 
     config = Derived(**vars(derive({})))
     config.derive = derive
