@@ -33,9 +33,9 @@ def name(function):
     return function.__name__
 
 
-def agree(new, function, *arguments):
+def agree(new, function, *arguments, atol=1e-4):
     got, want = jax.jit(lambda *x: (new(*x), function(*x)))(*arguments)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), got, want)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), got, want)
 
 
 # Axes
@@ -316,7 +316,7 @@ def test_a_derivative_of_its_own_beside_attention(other):
 
     new, x = replaced(function, [normal(0, 2, 6, 8)], **EXACT), normal(1, 2, 6, 8)
     slopes = (jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2)) for f in (new, function))
-    agree(*slopes, x)
+    agree(*slopes, x, atol=1e-3)  # a lost derivative is off by 0.2
 
 
 # What must stay exact
