@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 from jax.core import Tracer
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from performer import choices
 
@@ -51,9 +51,13 @@ class Graph(NamedTuple):
         choices.positive_integer("num_nodes", num_nodes)
         pairs = np.asarray(edges) if np.size(edges) else np.zeros((0, 2), int)
         if pairs.ndim != 2 or pairs.shape[1] != 2:
-            raise ValueError(f"edges must be pairs (E, 2), got shape {pairs.shape}")
+            turned = "; transpose it, as edge_index.T" if pairs.shape[:1] == (2,) else ""
+            raise ValueError(f"edges must be pairs (E, 2), got shape {pairs.shape}{turned}")
         if not np.issubdtype(pairs.dtype, np.integer):
-            raise ValueError(f"edges must be integer node ids, got {pairs.dtype}")
+            raise ValueError(
+                f"edges must be integer node ids, got {pairs.dtype}: number the nodes from 0, or"
+                " use from_networkx"
+            )
         for i in np.flatnonzero(((pairs < 0) | (pairs >= num_nodes)).any(axis=1)):
             raise ValueError(
                 f"edge {i}, {tuple(pairs[i].tolist())}, names a node outside 0..{num_nodes - 1}:"
@@ -76,7 +80,8 @@ class Graph(NamedTuple):
 
         Raises:
             ValueError: if it is not square, not symmetric (to six digits of each entry), has more
-                nodes or arcs than int32 can number, or entries that are not real and finite.
+                nodes or arcs than int32 can number, entries that are not real and finite, or a node
+                all of whose weights round to 0 in JAX's default dtype.
         """
         matrix = _real(matrix)
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.shape[0]:
@@ -87,9 +92,17 @@ class Graph(NamedTuple):
         matrix.eliminate_zeros()
         dtype = jnp.result_type(float)
         with np.errstate(over="ignore"):
-            finite = np.isfinite(matrix.data.astype(dtype)).all()
-        if not finite:
+            rounded = matrix.data.astype(dtype)
+        if not np.isfinite(rounded).all():
             raise ValueError(f"an edge has a weight that is not finite in {dtype}")
+        degrees = np.diff(matrix.indptr)
+        matrix.data[rounded == 0] = 0
+        matrix.eliminate_zeros()
+        for i in np.flatnonzero((degrees > 0) & (np.diff(matrix.indptr) == 0)):
+            raise ValueError(
+                f"all weights of node {i} round to 0 in {dtype}: scale the weights up, or leave"
+                " its edges out"
+            )
         turned = matrix.T.tocsr()
         skew = (abs(matrix - turned) - 1e-6 * abs(matrix).maximum(abs(turned))).tocoo()
         if skew.nnz and skew.max() > 0:
@@ -125,7 +138,8 @@ class Graph(NamedTuple):
 
         if graph.is_directed():
             raise ValueError("the graph is directed; use graph.to_undirected()")
-        matrix = networkx.to_scipy_sparse_array(graph, weight=weight)  # pyright: ignore (its stubs)
+        options: Any = dict(weight=weight, dtype=float)
+        matrix = networkx.to_scipy_sparse_array(graph, **options)  # pyright: ignore (its stubs)
         return cls.from_scipy(matrix)
 
     def __repr__(self) -> str:
@@ -146,8 +160,10 @@ class Graph(NamedTuple):
         """The number of neighbours of each node (N,), int32."""
         return jnp.diff(self.indptr)
 
-    def __matmul__(self, vectors: Array) -> Array:
+    def __matmul__(self, vectors: ArrayLike) -> Array:
         """Return W v, for v (N,) or (N, k)."""
+        vectors = jnp.asarray(vectors)
+        require_rows(vectors, self.num_nodes)
         rows = jnp.repeat(
             jnp.arange(self.num_nodes), self.degrees, total_repeat_length=len(self.indices)
         )
@@ -189,9 +205,15 @@ def require_nonnegative(graph: Graph, purpose: str) -> None:
         raise ValueError(f"{purpose} needs weights >= 0, the least is {least:.6g}")
 
 
+def require_rows(vectors: Array, num_nodes: int) -> None:
+    """Raise ValueError unless vectors have a row for each node; indexing would not check it."""
+    if vectors.shape[:1] != (num_nodes,):
+        raise ValueError(f"vectors must be (N,) or (N, k) for N = {num_nodes}, got {vectors.shape}")
+
+
 def _real(values: Any) -> Any:
-    """Return weights as an array or SciPy matrix; ValueError unless they are real."""
+    """Return weights as a float64 array or SciPy matrix; ValueError unless they are real."""
     values = values if scipy.sparse.issparse(values) else np.asarray(values)
     if values.dtype.kind not in "biuf":
         raise ValueError(f"weights must be real numbers, got {values.dtype}")
-    return values
+    return values.astype(np.float64, copy=False)  # sums of small integers would wrap

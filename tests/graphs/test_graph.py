@@ -51,6 +51,32 @@ def test_parallel_edges_add_up_and_a_loop_counts_once():
     assert without.normalised().to_dense().tolist() == np.eye(3).tolist()
 
 
+def test_weights_of_small_dtypes_add_up_as_numbers():
+    """300 and 200, not 44 and -56 as modulo 256; two booleans are two."""
+    edges = [(0, 1), (0, 1), (0, 0)]
+    for weights, wanted in (
+        (np.array([200, 100, 200], np.uint8), [[200, 300], [300, 0]]),
+        (np.array([True, True, True]), [[1, 2], [2, 0]]),
+        (np.array([2048, 1, 1], np.float16), [[1, 2049], [2049, 0]]),
+    ):
+        assert Graph.from_edges(edges, 2, weights).to_dense().tolist() == wanted
+    parts = np.array([200, 100, 200, 100], np.uint8), ([0, 0, 1, 1], [1, 1, 0, 0])
+    assert Graph.from_scipy(scipy.sparse.coo_array(parts)).to_dense()[0, 1] == 300
+    text = networkx.Graph()
+    text.add_edge("a", "b", weight="2.5")  # as read from a file
+    assert Graph.from_networkx(text).to_dense().tolist() == [[0, 2.5], [2.5, 0]]
+
+
+def test_a_weight_that_rounds_to_zero_is_no_edge():
+    """As of a Gaussian kernel of far points, dense: 1e-60 is 0 in float32."""
+    far = np.array([[0, 1, 1e-60], [1, 0, 1], [1e-60, 1, 0]])
+    graph = Graph.from_scipy(far)
+    assert graph.degrees.tolist() == [1, 2, 1]
+    assert np.isfinite(graph.normalised().to_dense()).all()
+    with jax.enable_x64(True):
+        assert Graph.from_scipy(far).degrees.tolist() == [2, 2, 2]
+
+
 def test_edges_in_both_directions_count_once():
     """As in PyTorch Geometric's edge_index; not if only some of them have both."""
     both = [*EDGES, *((j, i) for i, j in EDGES if i != j)]
