@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from performer.graphs import couplings, kernels, walks
 from performer.graphs.couplings import Coupling
-from performer.graphs.graph import Graph
+from performer.graphs.graph import Graph, require_rows
 from performer.typing import Key
 
 FOREVER = -1
@@ -67,6 +67,7 @@ class Features:
 
     def _sum(self, source: Array, target: Array, vectors: ArrayLike) -> Array:
         vectors = jnp.asarray(vectors)
+        require_rows(vectors, self.num_nodes)
         value = self.value.reshape(-1, *[1] * (vectors.ndim - 1))
         return jax.ops.segment_sum(value * vectors[source], target, self.num_nodes)
 
@@ -211,8 +212,12 @@ def modulate(sampled: walks.Walks, kernel: kernels.Modulation) -> Features:
     """Return the features of walks for a kernel (VRC Eqs 49 and 50); differentiable in f.
 
     A modulation length -> (n, length) has a kernel for each of n heads.
+
+    Raises:
+        ValueError: for a modulation that returns fewer than `length` coefficients.
     """
-    value = _weighed(sampled, kernel(max(sampled.max_steps + 1, ENDLESS)))
+    length = max(sampled.max_steps + 1, ENDLESS)
+    value = _weighed(sampled, jnp.asarray(kernels.coefficients(kernel, length)))
     return Features(sampled.start, sampled.node, value, sampled.num_nodes)
 
 

@@ -230,6 +230,17 @@ class FromSeries(Kernel):
         return np.polynomial.polynomial.polyval(1 - laplacian, np.asarray(self.series(TERMS)))
 
 
+def coefficients(kernel: Modulation, length: int) -> Any:
+    """Return (f_0, ..., f_{length-1}); ValueError if there are fewer."""
+    f = kernel(length)
+    if (count := np.shape(f)[-1]) < length:
+        raise ValueError(
+            f"{kernel!r} has {count} coefficients where {length} are needed: add zeros, as"
+            " jnp.pad(f, (0, length - len(f)))"
+        )
+    return f
+
+
 def spectral_radius(graph: Graph) -> float:
     """Return the largest absolute eigenvalue of the weights, to a relative 1e-6.
 
@@ -284,7 +295,7 @@ def require_radius(kernel: Modulation, radius: float) -> None:
 def _convergence(kernel: Modulation) -> tuple[float, float]:
     """Return R and a of |f_k| ~ k^a R^{-k}; R is infinite for a polynomial."""
     with jax.enable_x64(True):  # they vanish later
-        f = kernel(TERMS)
+        f = coefficients(kernel, TERMS)
     if isinstance(f, Tracer):
         return np.inf, 0.0
     f = np.abs(np.asarray(f, np.float64))

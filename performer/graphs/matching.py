@@ -28,7 +28,7 @@ from scipy.optimize import linear_sum_assignment
 from performer import choices
 from performer.graphs import couplings
 from performer.graphs.graph import Graph
-from performer.graphs.kernels import Modulation
+from performer.graphs.kernels import Modulation, coefficients
 
 Permutation = Int[np.ndarray, " n"]
 ENUMERABLE = 10
@@ -69,7 +69,7 @@ def series(kernel: Modulation, p_halt: float, order: int) -> Float[np.ndarray, "
     with np.errstate(over="ignore", invalid="ignore"):
         inverse = np.exp(-np.arange(TERMS) * np.log1p(-p_halt))  # 1 / P(length >= t)
         excess = np.where(above > 0, above * inverse, 0)  # 0 times infinity is 0 here
-    return np.clip(order - excess, 0, inverse) * np.asarray(kernel(TERMS), np.float64)
+    return np.clip(order - excess, 0, inverse) * np.asarray(coefficients(kernel, TERMS), np.float64)
 
 
 def spectral_responses(

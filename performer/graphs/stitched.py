@@ -7,7 +7,7 @@ reach far this lowers the error at equal work; for near ones it changes nothing.
 """
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -73,6 +73,7 @@ def stitched(
     if not kernel(1)[0] > 0:
         raise ValueError(f"stitched walks need a modulation with f_0 > 0, got {kernel(1)[0]}")
     keys = jax.random.split(key, (2, num_stretches))
-    g = lambda length: kernels.root(kernel(length), num_stretches)  # noqa: E731
+    f = partial(kernels.coefficients, kernel)
+    g = lambda length: kernels.root(f(length), num_stretches)  # noqa: E731
     draw = lambda key: features.modulate(features.sample(key, graph, **options), g)  # noqa: E731
     return Stitched(*(tuple(draw(key) for key in row) for row in keys))

@@ -250,7 +250,7 @@ def _spectrum(graph: Graph, kernel: Modulation, steps: Steps) -> _Spectrum:
         x.toarray()[joined][:, joined]
         for x in (normalised.to_scipy(), walks.transition(normalised, steps))
     )
-    f = np.asarray(kernel(TERMS), np.float64)
+    f = np.asarray(kernels.coefficients(kernel, TERMS), np.float64)
     f = f[: np.flatnonzero(np.abs(f) > SMALL * np.abs(f).max())[-1] + 1]
     values, vectors = scipy.linalg.eigh(adjacency)
     spectrum = _Spectrum(adjacency, chances, values, vectors, f, 0.0)
