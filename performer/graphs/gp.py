@@ -50,7 +50,8 @@ def condition(
     """Return the posterior of f at k nodes, by one system of equations for each of them.
 
     Args:
-        kernel: K, any object of shape (N, N) that multiplies vectors with `@`.
+        kernel: K, any object of shape (N, N) that multiplies traced vectors with `@`. A matrix of
+            SciPy does not: use `.toarray()`.
         observed: nodes seen (n,); a node may occur more than once.
         nodes: nodes to predict (k,).
         y: values at the nodes seen (n,), of any real dtype.
@@ -280,7 +281,7 @@ def _observations(num_nodes: int, observed: Any, y: Any) -> tuple[Array, Array]:
 
 
 def _checked_nodes(name: str, num_nodes: int, nodes: Any) -> Array:
-    nodes = jnp.asarray(nodes)
+    nodes = jnp.asarray(nodes) if np.size(nodes) else jnp.zeros(np.shape(nodes), jnp.int32)
     if nodes.ndim != 1 or not jnp.issubdtype(nodes.dtype, jnp.integer):
         raise ValueError(
             f"{name} must be whole numbers (n,), got {nodes.dtype} of the shape {nodes.shape}"

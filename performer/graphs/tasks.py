@@ -23,6 +23,8 @@ def diffuse(kernel: Any, state: Float[Array, "n ..."], num_times: int) -> Float[
     footnote 2). With eigenvalues of the estimate above 1 the state grows.
     """
     choices.positive_integer("num_times", num_times)
+    dtype = jax.eval_shape(lambda u: _apply(kernel, u), state).dtype  # also for whole numbers
+    state = jnp.asarray(state, dtype)
     return jax.lax.fori_loop(0, num_times, lambda _, u: _apply(kernel, u), state)
 
 

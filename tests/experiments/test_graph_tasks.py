@@ -1,5 +1,6 @@
 """Diffusion, regression and k-means against loops over a dense kernel."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -21,6 +22,17 @@ def test_diffusion_of_small_steps_is_the_heat_kernel():
     found = tasks.diffuse(dense, jnp.eye(NUM_NODES)[0], 100)
     exact = scipy.linalg.expm(-laplacian(weights_matrix()))[0]
     np.testing.assert_allclose(found, exact, atol=2e-3)
+
+
+def test_diffusion_of_any_dtype():
+    """Whole numbers, as a one-hot start, and a kernel that is wider than the state."""
+    diffuse, start = inspect.unwrap(tasks.diffuse), np.eye(NUM_NODES, dtype=np.int32)[0]
+    expected = np.linalg.matrix_power(KERNEL.astype(np.float64), 2)[0]
+    np.testing.assert_allclose(diffuse(KERNEL, start, 2), expected, rtol=1e-5, atol=1e-7)
+    with jax.enable_x64(True):
+        found = diffuse(KERNEL.astype(np.float64), jnp.asarray(start, jnp.float32), 2)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_regression_is_the_weighted_mean_of_the_known():

@@ -1,6 +1,7 @@
 """Gaussian processes by conjugate gradients against dense algebra."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,13 @@ def test_fit_takes_whole_values_and_nodes_seen_twice():
 
     slope = (loss(np.log(0.5) + 1e-4) - loss(np.log(0.5) - 1e-4)) / 2e-4 / 68
     assert np.log(found.noise_scale / 0.5) == pytest.approx(-slope, rel=0.1)
+
+
+def test_empty_lists_observe_nothing():
+    """NumPy makes them float64; the annotations, checked in the tests alone, ask for arrays."""
+    sample, none = inspect.unwrap(gp.sample), np.zeros(0, np.int32)
+    found, prior = (sample(jax.random.key(0), estimate(), x, x, 0.5) for x in ([], none))
+    np.testing.assert_array_equal(found, prior)
 
 
 def test_one_sample_is_that_of_the_equations():
