@@ -161,8 +161,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         if isinstance(gamma, str) and gamma == "scale":
             with np.errstate(over="ignore"):
                 X = X.astype(np.float64)  # the variance of float32 entries may exceed float32
-                squares = X.multiply(X).mean() - X.mean() ** 2 if issparse(X) else X.var()
-                variance = float(squares)
+                if X.max() == X.min():  # the variance of equal entries may round to 1e-17, not 0
+                    return 1.0
+                variance = float(_variance(X) if issparse(X) else X.var())
             gamma = 1 / (X.shape[1] * variance) if variance else 1.0
             if not 0 < gamma < float("inf"):
                 raise ValueError(
@@ -172,3 +173,10 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         if isinstance(gamma, Real) and 0 < float(gamma) < float("inf"):
             return float(gamma)
         raise ValueError(f"gamma must be a positive, finite number or 'scale', got {gamma!r}")
+
+
+def _variance(X: Any) -> float:
+    """Return the variance of all entries of a sparse matrix, in two passes: nothing cancels."""
+    size = X.shape[0] * X.shape[1]
+    mean = X.sum() / size
+    return (np.sum((X.data - mean) ** 2) + (size - X.nnz) * mean**2) / size

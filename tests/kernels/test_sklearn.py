@@ -67,6 +67,19 @@ def test_gamma_scale_is_that_of_rbf_sampler():
         assert features.gamma == "scale"
 
 
+def test_gamma_scale_survives_rounding():
+    """Equal entries have no variance, although their mean may round; an offset does not cancel."""
+    x = 1e8 + np.random.default_rng(0).normal(size=(200, 3))
+    for make in (np.asarray, scipy.sparse.csr_array):
+        for constant in (0.0, 0.1, 1.0):
+            assert RandomFeatures(gamma="scale").fit(make(np.full((5, 3), constant))).gamma_ == 1
+        gamma = RandomFeatures(gamma="scale").fit(make(x)).gamma_
+        assert gamma == pytest.approx(1 / (3 * x.var()), rel=1e-6)
+    rare = scipy.sparse.random(50, 20, 0.1, random_state=0, format="csr")
+    gamma = RandomFeatures(gamma="scale").fit(rare).gamma_
+    assert gamma == pytest.approx(1 / (20 * rare.toarray().var()), rel=1e-12)
+
+
 def test_float64_is_computed_in_float64():
     features = RandomFeatures(gamma=0.7, random_state=0).fit(X)
     W = features.frequencies_
