@@ -76,6 +76,14 @@ def positive_number(name: str, value: ArrayLike) -> ArrayLike:
     return positive_values(name, value)
 
 
+def positive_lengthscale(value: ArrayLike, d: int) -> ArrayLike:
+    """Return the value; ValueError unless it is one positive, finite number, or d of them."""
+    shape = np.shape(positive_values("lengthscale", value))
+    if shape not in ((), (d,)):
+        raise ValueError(f"lengthscale must be one number or of the shape ({d},), got {shape}")
+    return value
+
+
 def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
     """Return the arrays in one dtype: float64 if any of them is, else float32.
 

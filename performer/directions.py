@@ -99,8 +99,13 @@ HADAMARD = (hadamard, hadamard_simplex)
 
 
 def multiply_simplex(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-    """Return S x along the last axis in O(d) (SimRF Algorithm 1); S has the rows s_i of Eq. 9."""
+    """Return S x along the last axis in O(d) (SimRF Algorithm 1); S has the rows s_i of Eq. 9.
+
+    Raises:
+        ValueError: for d = 1, where no simplex exists.
+    """
     d = x.shape[-1]
+    _needs_a_simplex(d)
     root = lambda number: jnp.sqrt(jnp.asarray(number, x.dtype))  # noqa: E731 (the dtype of x)
     last = jnp.sum(x[..., :-1], axis=-1, keepdims=True) / root(d - 1)
     first = root(d / (d - 1)) * x[..., :-1] - (root(d) + 1) / (d - 1) * last

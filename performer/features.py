@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Num
 
-from performer.choices import positive_values, unknown
+from performer.choices import positive_lengthscale, positive_number, unknown
 from performer.typing import Value, float32_or_wider
 
 Kernel = Literal["softmax", "gaussian"]
@@ -101,7 +101,7 @@ class FeatureMap(Value):
 
         Raises:
             ValueError: for an unknown kernel or one that this map does not estimate, for different
-                widths of `x` and `W`, or for a scale that is not positive and finite.
+                widths of `x` and `W`, or for a scale of another shape, or not positive and finite.
         """
         if kernel not in (None, "softmax", "gaussian"):
             raise ValueError(unknown("kernel", kernel, ("softmax", "gaussian")))
@@ -132,7 +132,7 @@ class FeatureMap(Value):
             weights = jnp.full(m, 1 / m)
         weights = self.weight * jnp.asarray(weights).astype(values.dtype)
         roots = jnp.sqrt(jnp.tile(weights, self.features_per_frequency))
-        scale = jnp.asarray(positive_values("output_scale", output_scale), values.dtype)
+        scale = jnp.asarray(positive_number("output_scale", output_scale), values.dtype)
         return values * jnp.broadcast_to(roots, values.shape) * scale
 
     def __repr__(self) -> str:
@@ -257,6 +257,6 @@ def _project(
     W = jnp.asarray(W).astype(dtype)
     if x.shape[-1] != W.shape[-1]:
         raise ValueError(f"inputs have width {x.shape[-1]} but frequencies have {W.shape[-1]}")
-    lengthscale = jnp.asarray(positive_values("lengthscale", lengthscale), dtype)
+    lengthscale = jnp.asarray(positive_lengthscale(lengthscale, x.shape[-1]), dtype)
     x = x.astype(dtype) / jnp.broadcast_to(lengthscale, x.shape)
     return jnp.matmul(x, W.T, precision="highest"), jnp.sum(x**2, axis=-1, keepdims=True) / 2

@@ -181,8 +181,12 @@ class GaussianProcess:
         Raises:
             ValueError: as `condition` and the kernel.
         """
-        (new,) = finite_arrays(x=(x, "kd"))
-        inputs, y = (new[:0], new[:0, 0]) if self.x is None or self.y is None else (self.x, self.y)
+        if self.x is None or self.y is None:
+            (new,) = finite_arrays(x=(x, "kd"))
+            inputs, y = new[:0], new[:0, 0]
+        else:
+            inputs, new = finite_arrays(training_points=(self.x, "nd"), x=(x, "kd"))
+            y = self.y
         *options, noise_scale = self.scales
         if self.frequencies is not None:
             phi, test_phi = (
@@ -394,6 +398,8 @@ def fit_scales(
     """
     if not len(data[-1]):
         raise ValueError("there is nothing to fit: y is empty")
+    if isinstance(fixed, str):
+        raise ValueError(f"fixed must be a tuple of names, as ({fixed!r},), got {fixed!r}")
     for name in fixed:
         if name not in start._fields:
             raise ValueError(f"fixed={name!r} is none of {', '.join(start._fields)}")

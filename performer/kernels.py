@@ -25,11 +25,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer import couplings, features, norms
-from performer.choices import checked_arrays, positive_number, positive_values, unknown
+from performer.choices import checked_arrays, positive_lengthscale, positive_number, unknown
 from performer.typing import Coupling, Frequencies, Key, Value
 
 
@@ -87,9 +86,7 @@ class Kernel(Value):
                 finite (unchecked if traced).
         """
         x, y = checked_arrays(x=(x, "nd"), y=(y, "kd"))
-        shape, d = np.shape(positive_values("lengthscale", lengthscale)), x.shape[1]
-        if shape not in ((), (d,)):
-            raise ValueError(f"lengthscale must be one number or of the shape ({d},), got {shape}")
+        lengthscale = positive_lengthscale(lengthscale, x.shape[1])
         unit = jnp.reshape(jnp.asarray(lengthscale, x.dtype), (1, -1))
         scale = jnp.asarray(positive_number("output_scale", output_scale), x.dtype)
         return scale**2 * self.exact(x / unit, y / unit)

@@ -108,6 +108,7 @@ def of_couplings():
         (call(norms.matern, 0.0), r"positive, got 0\.0"),
         (call(butterfly.random_butterfly, KEY, 0), "must be a positive integer, got 0"),
         (call(butterfly.random_butterfly(KEY, 8).apply, ones(2, 7)), "width 7 but the butterfly"),
+        (structured.draw(KEY, 3, 1, simplex=True).matrix, "simplex directions need d >= 2, got"),
         (call(raw(structured.StructuredFrequencies.apply), fast, ones(7)), "width 7 but frequenci"),
         (call(hadamard.transform, ones(6)), "power of two, got size 6"),
         (call(copula.cholesky, ones(4)), r"theta has 4 parameters; m lengths .* as 3 for m = 3"),
@@ -116,6 +117,8 @@ def of_couplings():
         (call(copula.parameters, jnp.array([[1.0, 2], [2, 1]])), "its least eigenvalue is -1"),
         (call(copula.kernel_rmse, jnp.eye(4), lengthscale=0.0), "lengthscale must be positive"),
         (call(map_of, ones(5, 6), ones(7, 6), kernel="gauss"), "unknown kernel 'gauss'"),
+        (call(map_of, ones(5, 6), ones(7, 6), lengthscale=ones(5, 1)), r"of the shape \(6,\), got"),
+        (call(map_of, ones(5, 6), ones(7, 6), output_scale=ones(7)), "output_scale must be one nu"),
         (call(map_of, ones(5, 6), ones(7, 5)), "width 6 but frequencies have 5"),
         (call(features.relu, ones(5, 6), ones(7, 6), kernel="gaussian"), "has a kernel of its own"),
         (call(of_rules, 0, 3), "num_rules must be a positive integer, got 0"),
@@ -133,6 +136,7 @@ def of_kernels():
     gaussian = call(raw(kernels.Kernel.__call__), kernels.gaussian)
     process = call(raw(gp.GaussianProcess.fit), gp.GaussianProcess())
     likelihood = call(raw(gp.log_marginal_likelihood), y=ones(3))
+    scales = call(raw(gp.fit_scales), KEY, None, [X], (), gp.Scales(), num_steps=1, optimizer=None)
     fitted = gp.GaussianProcess().fit(X, X[:, 0], num_steps=1)
     eye = jnp.eye(3)
     return [
@@ -146,6 +150,8 @@ def of_kernels():
         (call(process, X[:, 0], X[:, 1]), r"x must have the shape .*, got \(8,\); .* x\[:, None\]"),
         (call(process, X, X[:, :1]), r"y must have the shape \(n = 8\), got \(8, 1\)"),
         (call(process, X, X[:, 0], fixed=("lengthscales",)), "'lengthscales' is none of lengthsca"),
+        (call(scales, fixed="noise_scale"), r"tuple of names, as \('noise_scale',\), got 'noise_s"),
+        (call(fitted.predict, X[:, :2]), r"x must have the shape \(k = 8, d = 3\), got \(8, 2\)"),
         (call(gp.condition, eye, eye, eye, ones(3), 0.0), "noise_scale must be positive and finit"),
         (call(fitted.sample, KEY, X, 0), "num_samples must be a positive integer, got 0"),
         (call(likelihood, -eye, noise_scale=0.2), "3 x 3, is not positive definite"),
@@ -164,12 +170,19 @@ def of_graphs():
     lengths = call(walk_couplings.lengths, KEY)
     walk = call(raw(walks.sample), KEY, p_halt=0.5)
     posterior = call(raw(graph_gp.condition), some)
-    expected = call(graph_theory.expected_error, example(), diffusion, num_walks=2, p_halt=0.5)
+    expected = call(graph_theory.expected_error, example(), num_walks=2, p_halt=0.5)
+    short = graph_kernels.FromSeries(lambda n: np.array([1.0, 0.5]))
     return [
         (call(Graph.from_edges, [(0, 3)], 3), r"edge 0, \(0, 3\), names a node outside 0..2"),
         (call(Graph.from_edges, [(0, 1)], 3, [np.nan]), "not finite"),
+        (call(Graph.from_edges, [(0, 1), (1, 2)], 3, [1, 1e-60]), "weights of node 2 round to 0"),
+        (call(Graph.from_edges, [(0, 1, 2), (1, 2, 0)], 3), r"as edge_index\.T"),
+        (call(Graph.from_edges, [("a", "b")], 2), "integer node ids, .* from_networkx"),
         (call(Graph.from_scipy, np.triu(np.ones((3, 3)), 1)), r"not symmetric: \[0, 1\] is 1"),
         (call(Graph.from_networkx, networkx.DiGraph([(0, 1)])), "directed; use"),
+        (call(some.__matmul__, ones(8)), r"vectors must be .* N = 9, got \(8,\)"),
+        (call(some.left.transposed, ones(10, 2)), r"vectors must be .* N = 9, got \(10, 2\)"),
+        (call(raw(Graph.__matmul__), edge, ones(3)), r"vectors must be .* N = 2, got \(3,\)"),
         (negative.normalised, "weights >= 0, the least is -1"),
         (call(graph_kernels.Diffusion, sigma=-1.0), "sigma must be positive and finite"),
         (call(graph_kernels.RandomWalk, alpha=1.5), "alpha must be at least 2"),
@@ -178,6 +191,11 @@ def of_graphs():
         (call(drawn, example(), diffusion, p_halt=1.5), r"in \(0, 1\), got 1.5"),
         (call(drawn, example(), graph_kernels.Resolvent(), p_halt=0.5), "diverges: the spectral "),
         (call(drawn, example(), graph_kernels.Diffusion, p_halt=0.5), r"as kernels.Diffusion\(sig"),
+        (call(drawn, edge, lambda n: jnp.ones(3), p_halt=0.5), "has 3 coefficients where 1024"),
+        (call(drawn, edge, short, p_halt=0.5), "has 2 coefficients where 1024 are .* add zeros"),
+        (call(matching.learn, edge, short, p_halt=0.5), "has 2 coefficients where"),
+        (call(expected, kernel=short), "has 2 coefficients where"),
+        (call(stitched.stitched, KEY, edge, short, 2, num_walks=1, p_halt=0.5), "2 coefficients"),
         (call(lengths, "antithetc", 3, 2, 0.5), "walks 'antithetc'; did you mean 'antithetic'"),
         (call(lengths, "sigma", 3, 2, 0.5), r"learned: pass couplings.sigma\(matching.learn"),
         (call(lengths, "independent", 3, 0, 0.5), "num_walks must be a positive integer, got 0"),
@@ -189,7 +207,7 @@ def of_graphs():
         (call(stitched.stitched, KEY, edge, jnp.arange, 2, num_walks=1, p_halt=0.5), "f_0 > 0, go"),
         (call(matching.learn, edge, diffusion, p_halt=0.5, order=0), "order must be a positive"),
         (call(pagerank.power_iteration, edge, p_halt=1.0), r"in \(0, 1\), got 1.0"),
-        (call(expected, coupling="sigma"), "unknown coupling of walks 'sigma'"),
+        (call(expected, kernel=diffusion, coupling="sigma"), "unknown coupling of walks 'sigma'"),
         (call(graph_theory.recommend, edge, diffusion, 0.0), "tolerance must be positive, got 0"),
         (call(graph_theory.recommend, edge, diffusion, 1e-9), "do not reach an error of 1e-09"),
         (call(graph_theory.pagerank_variance, example(), num_walks=2, p_halt=0.5), "teleports"),
