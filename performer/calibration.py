@@ -50,7 +50,7 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.attention.masks import key_mask
-from performer.choices import unknown
+from performer.choices import positive_number, unknown
 from performer.typing import Coupling, float32_or_wider
 
 PARTS = ("shift", "scale", "tilt", "traceless", "proposal")
@@ -122,7 +122,7 @@ def calibrate(
             traceless.
 
     Raises:
-        ValueError: for an unknown method or coupling.
+        ValueError: for an unknown method or coupling, and as `pair_moments`.
 
     Example:
         >>> calibration = calibrate(query, key, coupling="orf-antithetic")
@@ -160,9 +160,17 @@ def pair_moments(
 
     Returns:
         (k, 2 h + 1, 2 h + 1), float32 (float64 if the queries or keys are).
+
+    Raises:
+        ValueError: for queries and keys that do not fit, or a scale that is not positive.
     """
-    lead = query.shape[:-3]
-    factor = key.shape[-1] ** -0.25 if scale is None else scale**0.5
+    lead, (n, h), (k, width) = query.shape[:-3], query.shape[-2:], key.shape[-2:]
+    if lead != key.shape[:-3] or h != width or not k or n % k:
+        raise ValueError(
+            f"query has shape {query.shape} and key has {key.shape}: batch and head_dim must be the"
+            " same, and the heads of query must be a multiple of the heads of key"
+        )
+    factor = h**-0.25 if scale is None else positive_number("scale", scale) ** 0.5
     dtype = float32_or_wider(query, key)
     query, key = (
         jax.lax.stop_gradient(x.reshape(math.prod(lead), *x.shape[-3:]).astype(dtype)) * factor

@@ -37,6 +37,7 @@ from performer.calibration import (
     transform_keys,
     transform_queries,
 )
+from performer.choices import positive_integer
 from performer.features import FeatureMap
 from performer.numerics import finite
 from performer.typing import Coupling, float32_or_wider
@@ -410,12 +411,16 @@ def transfer(
         rate: learning rate of the first step; it falls as half a cosine.
         examples: of a step, at most.
 
+    Raises:
+        ValueError: for steps that are not a positive integer.
+
     Example:
         >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
         >>> refined = transfer(
         ...     positive_estimate, frequencies, (None, Exact()), Sample.of(q, k), steps=2
         ... )
     """
+    positive_integer("steps", steps)
     (training, held_out), key = parted(sample), jax.random.key(0)
     size, length = _size(training, examples), -(-steps // ROUNDS)
     rounds = -(-steps // length)

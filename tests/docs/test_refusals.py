@@ -24,6 +24,7 @@ from performer import (
     kernels,
     norms,
     quadrature,
+    refinement,
     structured,
     theory,
 )
@@ -59,6 +60,8 @@ def of_analysis():
     Q, K = ones(2, 10, 4, 4), ones(2, 12, 2, 4)
     measured = call(raw(analysis.attention_error), query=Q, key=K, coupling="orf", num_features=6)
     recommended = call(raw(analysis.recommend), Q, K, coupling="orf")
+    transfer = call(raw(refinement.transfer), refinement.positive_estimate, None, None, None)
+    moments = raw(calibration.pair_moments)
     calibrated = call(calibration.calibrate, Q, K, coupling="orf")
     fitted = calibration.Calibration(shift=ones(2, 4))
     attend = call(performer.performer_attention, Q, K, K, ones(6, 4))
@@ -69,6 +72,11 @@ def of_analysis():
         (call(measured, query=ones(2, 0, 4, 4)), r"query has shape \(2, 0, 4, 4\).* no axis empty"),
         (call(measured, mask=ones(10, 12)), "honours masks over keys only"),
         (call(measured, mask=jnp.arange(2)[:, None, None, None]), "1 batch entries have no key"),
+        (call(moments, ones(2, 10, 3, 4), K), r"\(2, 10, 3, 4\) and key .* a multiple of the h"),
+        (call(moments, ones(2, 10, 4, 5), K), r"\(2, 10, 4, 5\) and key .* must be the same"),
+        (call(moments, ones(1, 10, 4, 4), K), r"\(1, 10, 4, 4\) and key .* must be the same"),
+        (call(transfer, steps=0), "steps must be a positive integer, got 0"),
+        (call(moments, Q, K, scale=-1.0), "scale must be positive and finite, got -1.0"),
         (call(calibrated, method="fulll"), "unknown calibration 'fulll'; did you mean 'full'"),
         (call(calibrated, method="shift+tilt+proposal"), "use one of tilt, traceless, proposal"),
         (call(attend, calibration=fitted._replace(mean=ones(4)), stabilizer="google"), "='exact'"),
