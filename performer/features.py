@@ -18,6 +18,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer.choices import positive_lengthscale, positive_number, unknown
@@ -101,7 +103,8 @@ class FeatureMap(Value):
 
         Raises:
             ValueError: for an unknown kernel or one that this map does not estimate, for different
-                widths of `x` and `W`, or for a scale of another shape, or not positive and finite.
+                widths of `x` and `W`, for weights of another shape or below 0, or for a scale of
+                another shape or not positive and finite.
         """
         if kernel not in (None, "softmax", "gaussian"):
             raise ValueError(unknown("kernel", kernel, ("softmax", "gaussian")))
@@ -130,6 +133,10 @@ class FeatureMap(Value):
         values = jnp.exp(exponent) if factor is None else jnp.exp(exponent) * factor
         if weights is None:
             weights = jnp.full(m, 1 / m)
+        elif jnp.shape(weights) != (m,):
+            raise ValueError(f"weights must have the shape ({m},), got {jnp.shape(weights)}")
+        elif not isinstance(weights, Tracer) and (least := np.min(weights, initial=0)) < 0:
+            raise ValueError(f"weights must not be negative, got {least}")
         weights = self.weight * jnp.asarray(weights).astype(values.dtype)
         roots = jnp.sqrt(jnp.tile(weights, self.features_per_frequency))
         scale = jnp.asarray(positive_number("output_scale", output_scale), values.dtype)

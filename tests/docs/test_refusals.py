@@ -92,6 +92,7 @@ def of_couplings():
     orf = call(raw(couplings.Blocks.__call__), couplings.get("orf"), KEY)
     quantile = couplings.with_quantile
     map_of = call(raw(features.FeatureMap.__call__), features.positive)
+    projected = call(raw(features.FeatureMap.from_projections), features.positive)
     of_rules = call(raw(quadrature.spherical_radial), KEY)
     rule = quadrature.Rule(ones(8, 3), ones(8), ones())
     fast = structured.draw(KEY, 6, 3)
@@ -126,6 +127,8 @@ def of_couplings():
         (call(copula.kernel_rmse, jnp.eye(4), lengthscale=0.0), "lengthscale must be positive"),
         (call(map_of, ones(5, 6), ones(7, 6), kernel="gauss"), "unknown kernel 'gauss'"),
         (call(map_of, ones(5, 6), ones(7, 6), lengthscale=ones(5, 1)), r"of the shape \(6,\), got"),
+        (call(projected, ones(5, 7), ones(5, 1), weights=ones(6)), r"shape \(7,\), got \(6,\)"),
+        (call(map_of, ones(5, 6), ones(7, 6), weights=-ones(7)), "not be negative, got -1.0"),
         (call(map_of, ones(5, 6), ones(7, 6), output_scale=ones(7)), "output_scale must be one nu"),
         (call(map_of, ones(5, 6), ones(7, 5)), "width 6 but frequencies have 5"),
         (call(features.relu, ones(5, 6), ones(7, 6), kernel="gaussian"), "has a kernel of its own"),
