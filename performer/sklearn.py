@@ -105,7 +105,11 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         seed, self.phase_ = random.randint(np.iinfo(np.int32).max), random.uniform(0, 2 * np.pi)
         with jax.enable_x64(False):  # one draw, whatever the global setting
             key = jax.random.key(seed)
-            frequencies = np.array(kernel.coupled(self.coupling)(key, m, d))
+            try:
+                frequencies = np.array(kernel.coupled(self.coupling)(key, m, d))
+            except ValueError as error:
+                count = f"n_components={self.n_components} has m = {m} frequencies"
+                raise ValueError(f"{error}; {count}") from error
         if frequencies.shape != (m, d):
             raise ValueError(f"coupling must return (m, d) = {(m, d)}, got {frequencies.shape}")
         if not np.isfinite(frequencies).all():
@@ -149,7 +153,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         """Return the number of frequencies, and True if the last has one column, not two."""
         n = self.n_components
         if not (isinstance(n, Integral) and n > 0):
-            raise ValueError(f"n_components must be a positive integer, got {n!r}, such as 100")
+            raise ValueError(f"n_components must be a positive integer such as 100, got {n!r}")
         one = jax.ShapeDtypeStruct((1, d), np.float32)
         width = jax.eval_shape(kernel.feature_map, one, one).shape[1]  # columns of a frequency
         if n % width and kernel.feature_map != features.trigonometric:
