@@ -12,6 +12,7 @@ from pathlib import Path
 
 from experiments import compare
 from experiments.common import harness, launch
+from experiments.common.statistics import mean_and_error
 from experiments.graphs import scale
 from experiments.speed import attention, lengths, vit
 
@@ -57,6 +58,17 @@ def kept(rows: list[harness.Row]) -> list[harness.Row]:
     return shares
 
 
+def over_seeds(rows: list[harness.Row]) -> list[harness.Row]:
+    """Means over the seeds of each attention at each epoch, with standard errors."""
+    means = []
+    for group in harness.grouped(rows, "{attention} {epoch}").values():
+        mean = dict(group[0])
+        for key in ("accuracy", "loss"):
+            mean[key], mean[f"{key} ±"] = mean_and_error([row[key] for row in group])
+        means.append(mean)
+    return means
+
+
 MODELS = {"digits": "Digits, 65 tokens", "fashion": "Fashion-MNIST, 101 tokens"}
 EXACT = {
     "alone": (0, "features alone"),
@@ -93,11 +105,8 @@ OWN: dict[str, harness.Row] = {
     "imagenette/curves": dict(
         x="epoch",
         y={"accuracy": "accuracy", "loss": "loss (nats)"},
-        change=lambda rows: [
-            row | {"line": row["attention"] + f", seed {row['seed']}" * (row["seed"] > 0)}
-            for row in rows
-        ],
-        line="{line}",
+        change=over_seeds,
+        line="{attention}",
     ),
     "imagenette/tokens_577": dict(
         x="minutes",
