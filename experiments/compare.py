@@ -51,6 +51,7 @@ IMAGES, DRAWS, MEASURED = 4, 4, 3
 """Images, draws and runs of the attention errors."""
 EFFECT = 0.008
 """Gain in accuracy of PM over ORF on ImageNet (Reid et al. 2025, Table 2)."""
+DIFFERENCES = "Differences with 95% intervals (not corrected), and a dot for each seed"
 CURVES = {"train_loss": "training loss", "eval_accuracy": "accuracy"}
 
 
@@ -280,7 +281,8 @@ def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
 
     Raises:
         ValueError: for a folder without a run, a run that has not ended, two of the same setting
-            and seed, or a baseline that is missing at a point.
+            and seed, two of the same seed on other examples, or a baseline that is missing at a
+            point.
     """
     flat = [configs.flatten(configs.of_run(folder)) for folder in folders]
     same = {"seed", "attention.kind", "attention.coupling", *configs.PLACEMENT}
@@ -291,9 +293,17 @@ def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
 def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline: str) -> str:
     """Read the runs, measure their attention and write the report."""
     by_setting: dict[Setting, dict[int, Run]] = {}
+    by_seed: dict[int, tuple[Path, str]] = {}
+    has_data_fields = any(name.startswith("data.") for name in fields)
     for folder in folders:
         config, log = configs.of_run(folder), metrics.read(folder / "metrics.jsonl")
-        of_folder(folder, classification.NAME)
+        data_of_run = of_folder(folder, classification.NAME).get("fingerprint of the data", "")
+        other, its_data = by_seed.setdefault(config.seed, (folder, data_of_run))
+        if not has_data_fields and data_of_run and its_data and data_of_run != its_data:
+            raise ValueError(
+                f"{folder} and {other} have the same seed but other examples (by the fingerprints"
+                " in task.json): compare runs on the same data set"
+            )
         flat, diverged = configs.flatten(config), files.noted(folder / "diverged.json")
         last = log[-1] if log else {}
         epoch = last.get("epoch")
@@ -357,7 +367,10 @@ def verdict(results: Sequence[Result]) -> str:
         return "One setting: nothing is compared."
     tested = [r for r in results if not np.isnan(r.corrected)]
     if not tested:
-        return "No test is possible: that takes two seeds or more, with different results."
+        return (
+            "No test is possible: that takes two seeds or more that a setting and the baseline both"
+            " have, with different results."
+        )
     number = " to ".join(
         str(end) for end in dict.fromkeys(f(len(r.differences) for r in tested) for f in (min, max))
     )
@@ -380,6 +393,7 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
         rates = [r["images_per_second"] for log in logs for r in log if "images_per_second" in r]
         d, against = result.difference, result.baseline is not None
         tested = against and not np.isnan(d.p_value)  # two seeds or more, of different results
+        difference = f"{d.mean:+.4f}" if d.count else ""  # a seed that both have
         needed = "" if np.isnan(d.p_value) else statistics.seeds_needed(EFFECT, d.deviation)
         exact = "exact" if result.setting.coupling == SOFTMAX else ""
         errors = [estimate(each) for each in zip(*result.attention_errors, strict=True)]
@@ -389,7 +403,7 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "setting": result.setting.name,
                 "seeds": len(result.sound),
                 "accuracy": estimate(list(result.accuracy.values())),
-                "difference to baseline": f"{d.mean:+.4f}" if against else "baseline",
+                "difference to baseline": "baseline" if not against else difference,
                 "95% interval": f"{d.low:+.4f} to {d.high:+.4f}" if tested else "",
                 "of seeds": " ".join(f"{x:+.4f}" for x in result.differences),
                 "corrected p": f"{result.corrected:.2g}" if tested else "",
@@ -466,7 +480,7 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
         " first seeds; next to it the error of uniform attention, the mean of all values."
         " `seeds.csv` has the result and the folder of each run.\n",
         *([f"Diverged, and left out: {reports.plain(diverged)}.\n"] if diverged else []),
-        "![Differences with 95% intervals (not corrected), and a dot for each seed](results.png)\n",
+        *([f"![{DIFFERENCES}](results.png)\n"] if any(r.baseline for r in results) else []),
         "![Learning curves with standard errors over the seeds](curves.png)\n",
         "Versions, hardware, and the config of the first run:\n",
         *(f"    {name} = {value}" for name, value in (reports.versions() | values).items()),

@@ -92,7 +92,9 @@ def evaluate_on(
     config = configs.with_values(trained.config, alone | dict(fields))
     configs.check_fields(config)
     opened: dict[str, Any] = {"data.batch_size": 1}  # a training split of any length will do
-    if {"data.name", "data.dir"} & set(fields):
+    if fields.get("data.name") == "digits":  # which has no folder, and one training split
+        opened |= {"data.train_split": "train", "data.dir": ""}
+    elif {"data.name", "data.dir"} & set(fields):
         opened["data.train_split"] = config.data.eval_split
     try:
         dataset = data.load(configs.with_values(config, opened).data)

@@ -197,8 +197,8 @@ def listed(images: Any) -> list[Any]:
 def checked(image: Any) -> np.ndarray:
     """Return an image as an array (height, width, 1 or 3) of uint8; ValueError if it is none."""
     if isinstance(image, Image.Image):  # its array may be of numbers of a palette
-        image = augment.opaque(image)
-        image = image if image.mode in ("L", "RGB") else image.convert("RGB")
+        image = augment.opaque(ImageOps.exif_transpose(image))
+        image = image if image.mode in ("L", "RGB", "F") else image.convert("RGB")
     image = np.asarray(image)
     if image.dtype != np.uint8:
         raise ValueError(f"it is an array of {image.dtype}: give uint8, 0 to 255")
@@ -223,10 +223,6 @@ def _outputs(model: ViT, images: Any) -> tuple[Any, Any]:
     return logits, intermediates["pooled"].astype(logits.dtype)
 
 
-ARRAYS = "arrays"
-"""`config.data.name` of such a run."""
-
-
 def fit(
     images: Any,
     labels: Any,
@@ -234,14 +230,15 @@ def fit(
     workdir: str | os.PathLike,
     config: configs.Config | str | None = None,
     values: Mapping[str, Any] | None = None,
-    evaluation: float | tuple[Any, Any] = 0.1,
+    evaluation: float | Sequence[Any] = 0.1,
 ) -> Trained:
     """Train on images and labels, as `vit.train` does; the same call resumes a stopped run.
 
     Args:
         images: n images, one array (n, height, width[, c]) or a sequence of arrays (height, width)
             or (height, width, 1 or 3) of any size, uint8.
-        labels: n names or numbers of classes; their sorted values are the classes 0, 1, ...
+        labels: n names or numbers of classes; their sorted values are the classes 0, 1, ... Bytes
+            are names in UTF-8.
         workdir: folder of the run; made if it does not exist.
         config: a `vit.config.Config`, the name of a bundled one, or None for one that is derived
             from the images and `values` by `vit.config.recipe.for_images`. Its data set is not
@@ -260,7 +257,7 @@ def fit(
     records, class_names = examples(images, labels)
     channels = max(record["image"].shape[-1] for record in records)
     side = int(median(min(record["image"].shape[:2]) for record in records))
-    given = {**(values or {}), "data.name": ARRAYS, "data.dir": "", "data.num_workers": 0}
+    given = {**(values or {}), "data.name": data.ARRAYS, "data.dir": "", "data.num_workers": 0}
     for name in given:
         if name not in configs.TYPES:
             raise ValueError(unknown("field of the config", name, tuple(configs.TYPES)))
@@ -269,8 +266,11 @@ def fit(
     else:
         config = configs.bundled(config) if isinstance(config, str) else config
         config = config.overridden(given)
-    if isinstance(evaluation, tuple):
+    if not isinstance(evaluation, int | float) and len(evaluation) == 2:
         held_out, _ = examples(*evaluation, class_names)
+    elif not isinstance(evaluation, int | float) or not 0 < evaluation < 1:
+        shown = evaluation if isinstance(evaluation, int | float) else f"{len(evaluation)} values"
+        raise ValueError(f"evaluation={shown}: give (images, labels), or a share between 0 and 1")
     else:
         names = [class_names[record["label"]] for record in records]
         held = holdout(names, evaluation, config.seed)
@@ -295,18 +295,25 @@ def examples(
         class_names: existing names; the sorted labels if None.
 
     Raises:
-        ValueError: if arrays are no images, the number of labels differs, or a label is not among
-            the names.
+        ValueError: if arrays are no images, the number of labels differs, a label is missing (None
+            or NaN) or not among the names, or labels cannot be sorted.
     """
-    images, labels = listed(images), np.asarray(labels)
-    if labels.shape != (len(images),):
-        raise ValueError(f"{len(images)} images need as many labels, got shape {labels.shape}")
-    names = tuple(map(str, np.unique(labels))) if class_names is None else tuple(class_names)
+    images, values = listed(images), np.asarray(labels)
+    if values.shape != (len(images),):
+        raise ValueError(f"{len(images)} images need as many labels, got shape {values.shape}")
+    for i, label in enumerate(labels):  # NumPy would make the word "nan" of a NaN among words
+        if label is None or label != label:
+            raise ValueError(f"the label of image {i} is {label}: leave out images without a label")
+    values = np.char.decode(values.astype(bytes)) if isinstance(values[0], bytes) else values
+    try:
+        names = tuple(map(str, np.unique(values))) if class_names is None else tuple(class_names)
+    except TypeError as error:
+        raise ValueError(f"the labels are of several types, convert them: {error}") from error
     number = {name: i for i, name in enumerate(names)}
-    others = sorted({str(label) for label in labels} - set(names))
+    others = sorted({str(label) for label in values} - set(names))
     if others:
         raise ValueError(f"the labels {others[:5]} are not among those of training, {names[:20]}")
     return [
         {"image": checked(image), "label": number[str(label)]}
-        for image, label in zip(images, labels, strict=True)
+        for image, label in zip(images, values, strict=True)
     ], names

@@ -133,11 +133,14 @@ def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def power(effect: float, deviation: float, count: int) -> float:
-    """Return the chance that a two-sided paired t-test over `count` seeds finds a difference."""
+    """Return the chance that a two-sided paired t-test over `count` seeds finds a difference.
+
+    The square of the statistic has the noncentral F distribution. SciPy's noncentral t is NaN for
+    some large effects.
+    """
     freedom, shift = count - 1, effect / deviation * np.sqrt(count)
     limit = stats.t.ppf(1 - LEVEL / 2, freedom)
-    missed = stats.nct.cdf(limit, freedom, shift) - stats.nct.cdf(-limit, freedom, shift)
-    return float(1 - missed)
+    return float(stats.ncf.sf(limit**2, 1, freedom, shift**2))
 
 
 def seeds_needed(effect: float, deviation: float) -> int:

@@ -179,6 +179,13 @@ def test_pairs_are_by_seed_and_leave_out_what_diverged():
     assert found.corrected < 0.01
     single = compare.compared([result("orf", [0.5]), result("pm", [0.9])], "orf")
     assert compare.verdict(single).startswith("No test is possible: that takes two seeds")
+    apart = compare.compared([result("orf", [0.5, 0.6]), result("pm", [0, 0, 0.6, 0.7])], "orf")
+    apart = [apart[0], apart[1]._replace(runs=apart[1].runs[2:])]
+    apart = compare.compared(apart, "orf")
+    assert compare.verdict(apart).startswith(
+        "No test is possible: that takes two seeds or more that"
+    )
+    assert compare.rows(apart)[1]["difference to baseline"] == ""
     equal = compare.compared([result("orf", [0.5, 0.6]), result("pm", [0.5, 0.6])], "orf")
     for found in (single, equal):
         row = compare.rows(found)[1]
@@ -208,7 +215,19 @@ def test_a_report_of_any_finished_runs(compared, tmp_path):
     config.save(changed, folders[2] / "config.json")
     with pytest.raises(ValueError, match="--baseline=orf has no run with log_every=1"):
         compare.of_runs([folders[0], folders[2]], tmp_path / "unpaired", baseline="orf")
-    described = files.noted(folders[0] / "task.json") | {"task": "language model"}
+    task = files.noted(folders[0] / "task.json")
+    pair = []
+    for name, epochs in (("first", 3.2 / 44), ("other", 3.3 / 44)):
+        pair.append(shutil.copytree(folders[0], tmp_path / name))
+        files.note(pair[-1] / "task.json", task | {"fingerprint of the data": name})
+        changed = dataclasses.replace(config.of_run(pair[-1]), num_epochs=epochs)
+        config.save(changed, pair[-1] / "config.json")
+    with pytest.raises(ValueError, match="other and .*first have the same seed but other examples"):
+        compare.of_runs(pair, tmp_path / "data")
+    alone = compare.of_runs(pair[:1], tmp_path / "alone")
+    assert "One setting: nothing is compared." in alone
+    assert "results.png" not in alone
+    described = task | {"task": "language model"}
     shutil.copytree(folders[0], tmp_path / "text")
     files.note(tmp_path / "text" / "task.json", described)
     with pytest.raises(ValueError, match="text holds a run of the task 'language model', not of"):

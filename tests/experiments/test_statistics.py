@@ -32,11 +32,22 @@ def test_holm_by_hand():
     assert statistics.holm([]) == []
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 3.0, 8.0])
 def test_seeds_needed_is_the_first_count_that_suffices(ratio):
     count = statistics.seeds_needed(ratio, 1.0)
     assert statistics.power(ratio, 1.0, count) >= 0.8
     assert count == 2 or statistics.power(ratio, 1.0, count - 1) < 0.8
+
+
+@pytest.mark.parametrize(("ratio", "count"), [(8.0, 2), (5.6234, 3), (17.7828, 8), (0.02, 99)])
+def test_power_is_the_mean_over_the_spread_of_the_seeds(ratio, count):
+    """Given the deviation of the sample the mean is normal; its variance is chi-squared."""
+    freedom = count - 1
+    share = (np.arange(200_000) + 0.5) / 200_000
+    scale = np.sqrt(stats.chi2.ppf(share, freedom) / freedom)
+    limit, shift = stats.t.ppf(0.975, freedom) * scale, ratio * count**0.5
+    found = stats.norm.sf(limit - shift) + stats.norm.cdf(-limit - shift)
+    assert statistics.power(ratio, 1.0, count) == pytest.approx(np.mean(found), abs=1e-5)
 
 
 def test_seeds_needed_of_cohens_tables():

@@ -5,7 +5,7 @@ import pytest
 
 import vit
 from tests.support.small import SHALLOW, sized, small_config
-from vit import config, data, use
+from vit import config, data, evaluate, use
 from vit.run import files, loop
 
 _shallow = sized(SHALLOW)
@@ -28,10 +28,18 @@ def test_records_of_arrays():
     assert [record["image"].shape for record in records] == [(3, 4, 1), (5, 6, 1), (7, 8, 3)]
     assert use.examples(images, [7, 30, 7])[1] == ("7", "30")
     assert use.examples(images[:1], ["cat"], names)[0][0]["label"] == 1
+    assert use.examples(images, np.array(["cät".encode(), b"ant", b"ant"], object))[1] == (
+        "ant",
+        "cät",
+    )
     for bad, message in [
         ((images, [1, 2]), r"3 images need as many labels, got shape \(2,\)"),
         ((images, ["cat", "dog", "ant"], names), r"the labels \['dog'\] are not among"),
         ((np.zeros((2, 4, 4, 1)), [0, 1]), "array of float64: give uint8"),
+        ((images, ["cat", "ant", np.nan]), "the label of image 2 is nan: leave out"),
+        ((images, np.array([1, np.nan, 2])), "the label of image 1 is nan: leave out"),
+        ((images, ["cat", None, "ant"], names), "the label of image 1 is None: leave out"),
+        ((images, np.array([1, "1", 2], object)), "the labels are of several types, convert"),
     ]:
         with pytest.raises(ValueError, match=message):
             use.examples(*bad)
@@ -55,6 +63,14 @@ def test_it_is_a_run_and_the_same_call_resumes(digits, tmp_path):
         vit.fit(images[1:], labels[1:], **call)
     with pytest.raises(ValueError, match="(?s)holds another run.*fingerprint of the data: "):
         vit.fit(255 - images, labels, **call)
+    with pytest.raises(ValueError, match="'arrays': this run was trained by vit.fit on arrays"):
+        evaluate.evaluate_run(tmp_path / "a")
+    other = evaluate.evaluate_on(tmp_path / "a", {"data.name": "digits"})
+    wanted = [str(label) for label in held_out[1]]
+    assert other["eval_examples"] == len(wanted) == 360
+    assert other["eval_accuracy"] == pytest.approx(
+        np.mean(np.array(model.predict(held_out[0]).labels) == wanted)
+    )
 
 
 def test_a_share_is_held_out_and_a_config_by_name(digits, tmp_path, monkeypatch):
@@ -72,8 +88,11 @@ def test_a_share_is_held_out_and_a_config_by_name(digits, tmp_path, monkeypatch)
     assert (len(dataset.train), len(dataset.evaluation)) == (360, 40)
     assert {record["label"] for record in dataset.evaluation} == set(range(10))
     assert seen["config"].model.variant == "XS/2"
+    for bad in (0, 1.0, 20, held_out[:1]):
+        with pytest.raises(ValueError, match=r"evaluation=.*: give \(images, labels\), or a share"):
+            vit.fit(images, labels, workdir=tmp_path, evaluation=bad)
     with pytest.raises(InterruptedError):
-        vit.fit(images, labels, workdir=tmp_path, evaluation=held_out)
+        vit.fit(images, labels, workdir=tmp_path, evaluation=list(held_out))
     assert seen["config"].data.image_size == 8
     for part, given in (("train", (images, labels)), ("evaluation", held_out)):
         records, names = use.examples(*given)

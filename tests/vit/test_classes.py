@@ -28,6 +28,7 @@ TEXT_ORDER = sorted(placeholders(12))
         ("0123", "31", [3, 1]),
         ("cc", "cc", [0, 1]),
         ("cc", "01", [0, 1]),
+        (("00", "01"), "01", [0, 1]),
     ],
 )
 def test_matched(ours, theirs, labels):
@@ -39,6 +40,8 @@ def test_matched(ours, theirs, labels):
     ("ours", "theirs", "message"),
     [
         ("cde", "cdx", "1 of the 3 classes of the data are none of the 3 of the run: x; the run's"),
+        ("012", "123", "1 of the 3 classes .* 3; the run's begin with 0, 1, 2"),
+        ("123", "012", "1 of the 3 classes .* 0; the run's begin with 1, 2, 3"),
         ("cde", "01", "2 of the 2 classes .* 0, 1; the run's begin with c, d, e"),
         ("ccd", "cd", "several classes have the same name"),
     ],

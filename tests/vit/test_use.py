@@ -117,9 +117,12 @@ def test_images_are_those_of_the_evaluation(model, tmp_path):
     np.testing.assert_array_equal(model.pixels(wide), expected)
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
-    Image.fromarray(wide).save(tmp_path / "turned.png", exif=exif)
     upright = model.pixels(np.rot90(wide, -1))
-    np.testing.assert_array_equal(model.pixels(tmp_path / "turned.png"), upright)
+    rgba = Image.fromarray(wide).convert("RGBA")
+    for name, image in {"turned.png": Image.fromarray(wide), "rgba.png": rgba}.items():
+        image.save(tmp_path / name, exif=exif)
+        np.testing.assert_array_equal(model.pixels(tmp_path / name), upright)
+        np.testing.assert_array_equal(model.pixels(Image.open(tmp_path / name)), upright)
     many = [wide, noise(8, 8), noise(9, 7, 1), *noise(use.LARGEST, 8, 8, seed=1)]
     alone = np.concatenate([model.outputs([image])[0] for image in many[:3]])
     np.testing.assert_allclose(model.outputs(many)[0][:3], alone, atol=1e-5)
@@ -134,6 +137,7 @@ def test_images_are_those_of_the_evaluation(model, tmp_path):
         ([], "no images are given"),
         (noise(20, 30, 3), r"one image of shape \(20, 30, 3\): put it into a list"),
         (noise(2, 8, 8) / 255, "array of float64: give uint8"),
+        ([Image.fromarray(np.float32(noise(8, 8) / 255))], "array of float32: give uint8"),
         ([noise(8, 8, 4)], r"its shape is \(8, 8, 4\): give"),
         (["nowhere.png"], "nowhere.png cannot be read as an image: .*No such file"),
         ([__file__], "test_use.py cannot be read as an image"),

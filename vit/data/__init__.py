@@ -42,6 +42,9 @@ Batch = dict[str, Any]
 THREADS = 16
 """Threads of each worker that read records: more than cores, since they wait for storage."""
 
+ARRAYS = "arrays"
+"""Name of the data set of `vit.fit`, which is in no folder."""
+
 READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
 """The next batch is begun before this one is complete."""
 
@@ -233,6 +236,13 @@ def load(data: config.Data) -> Dataset:
         raise ValueError(
             "config.data.name='' must name a data set: a run of vit.pretrained without data only"
             " predicts; make one of the same weights with --config=CONFIG"
+        )
+    if data.name == ARRAYS and not data.dir:
+        raise ValueError(
+            f"config.data.name={ARRAYS!r}: this run was trained by vit.fit on arrays, which its"
+            " folder does not hold. The same call of vit.fit resumes it. vit.load, vit.predict and"
+            " vit.export work without them, and vit.evaluate --name=NAME --data_dir=DIR evaluates"
+            " on a prepared data set"
         )
     dataset = _digits(data) if data.name == "digits" else _from_tfds(data)
     check(dataset, data, f" of {data.name!r}")

@@ -29,6 +29,8 @@ def in_order(names: Iterable[str]) -> list[str]:
 def matched(ours: Sequence[str], theirs: Sequence[str]) -> list[int]:
     """Return our label of each of their classes: by name, or by number if one side has no names.
 
+    Numbers other than 0 to n - 1 are names.
+
     Args:
         ours: names of the run.
         theirs: names of the data, all or some of ours; or as many, if one side has placeholders.
@@ -45,9 +47,9 @@ def matched(ours: Sequence[str], theirs: Sequence[str]) -> list[int]:
         return list(range(len(ours)))
     numbers = placeholders(len(theirs))
     if len(ours) == len(theirs) and set(ours) != set(theirs):
-        if set(theirs) == set(numbers):
+        if set(theirs) == set(numbers) and not _other_numbers(ours):
             ours = numbers
-        elif set(ours) == set(numbers):
+        elif set(ours) == set(numbers) and not _other_numbers(theirs):
             theirs = numbers
     if foreign := [name for name in theirs if name not in set(ours)]:
         raise ValueError(
@@ -58,3 +60,8 @@ def matched(ours: Sequence[str], theirs: Sequence[str]) -> list[int]:
     if len(index) < len(ours) or len(set(theirs)) < len(theirs):
         raise ValueError("several classes have the same name, so they cannot be matched by name")
     return [index[name] for name in theirs]
+
+
+def _other_numbers(names: Sequence[str]) -> bool:
+    """Detect numbers other than 0 to n - 1: they are names, and 1 to n do not stand for these."""
+    return all(map(str.isdecimal, names)) and {*map(int, names)} != {*range(len(names))}
