@@ -267,7 +267,7 @@ def fit(
         config = configs.bundled(config) if isinstance(config, str) else config
         config = config.overridden(given)
     if not isinstance(evaluation, int | float) and len(evaluation) == 2:
-        held_out, _ = examples(*evaluation, class_names)
+        held_out, _ = examples(evaluation[0], evaluation[1], class_names)
     elif not isinstance(evaluation, int | float) or not 0 < evaluation < 1:
         shown = evaluation if isinstance(evaluation, int | float) else f"{len(evaluation)} values"
         raise ValueError(f"evaluation={shown}: give (images, labels), or a share between 0 and 1")

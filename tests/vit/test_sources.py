@@ -482,6 +482,45 @@ def test_rows_without_a_picture_are_errors_that_name_them(tmp_path):
         forms.read(tmp_path)
 
 
+def read_of(source, split="train"):
+    """Shade and class of each picture of a split."""
+    return [(shade(x.read()), x.label) for x in forms.read(source).splits[split]()]
+
+
+def test_a_picture_has_one_class_and_one_split(tmp_path):
+    """Rows of boxes, tables that contain others, and made-up labels of a submission."""
+    rows = [f"{number}.png,{name}" for number, name in ROWS]
+    for number, _ in ROWS:
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows, *rows[:5]]))
+    (tmp_path / "sample_submission.csv").write_text("file,label\n3.png,dog\n4.png,dog")
+    assert read_of(tmp_path) == ROWS
+    (tmp_path / "test.csv").write_text("\n".join(["file,label", *rows[:4]]))
+    with pytest.raises(ValueError, match=r"0.png has the split and class test, 'cat', and in ano"):
+        forms.read(tmp_path)
+    (tmp_path / "test.csv").write_text("file,label\n")
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows, "3.png,emu"]))
+    with pytest.raises(ValueError, match=r"3.png has .* train, 'emu', .* row train, 'cat': a pict"):
+        forms.read(tmp_path)
+
+
+def test_classes_that_are_also_names_of_pictures(tmp_path):
+    for number, _ in ROWS:
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    rows = [f"{number % 3},{number}" for number, _ in ROWS]
+    (tmp_path / "labels.csv").write_text("\n".join(["label,file", *rows]))
+    assert read_of(tmp_path) == [(number, str(number % 3)) for number, _ in ROWS]
+
+
+def test_a_record_without_a_class_is_refused(tmp_path):
+    records = [{"file_name": f"{i}.png", "label": name} for i, name in [*ROWS[:12], (12, None)]]
+    for number in range(13):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, records)))
+    with pytest.raises(ValueError, match="the class '' in .* is empty"):
+        forms.read(tmp_path)
+
+
 def test_a_table_of_pictures_in_class_folders_needs_a_usual_column(tmp_path):
     """A table of widths does not replace the classes."""
     write_folders(tmp_path)

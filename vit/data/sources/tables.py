@@ -4,7 +4,7 @@ The column of files is the one whose words are names of pictures in the folder, 
 suffix. Of a path only its end counts, so that paths of another machine and of Windows are read. The
 column of classes has a usual name, is the only other one, or is named. A file without a header has
 the columns "1", "2", ... The split is that of a column `split`, of the folder of the picture, or of
-the table's name or folder.
+the table's name or folder. A picture that is named several times is read once.
 """
 
 import csv
@@ -53,26 +53,41 @@ def read(source: Path, labels_column: str = "") -> Source | None:
     """Read the pictures that the tables in the folder, or in folders of splits, name.
 
     Raises:
-        ValueError: if a table cannot be read, names few pictures of the folder, or a column of
-            classes or splits is ambiguous.
+        ValueError: if a table cannot be read, names few pictures of the folder, a column of classes
+            or splits is ambiguous, or a picture has several classes or splits.
     """
     places = [(source, None)]
     places += [(f, SPLITS[f.name.lower()]) for f in folders(source) if f.name.lower() in SPLITS]
     examples: dict[str, list[Example]] = defaultdict(list)
     files: list[Path] = []
+    of_picture: dict[str, tuple[str, str]] = {}
     for folder, split in places:
         paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
-        paths = [path for path in paths if not path.is_dir()]
+        paths = [path for path in paths if not (path.is_dir() or _is_placeholder(path))]
         find = _finder(folder)
         tables = [table for path in paths if (table := _table(path, find)) is not None]
         for table in tables:
             files += [table.path, *(path for path in table.pictures if path)]
             for part, example in _examples(table, folder, split, labels_column):
+                first = of_picture.setdefault(example.name, (part, example.label))
+                if first != (part, example.label):
+                    raise ValueError(
+                        f"{table.path}: {example.name} has the split and class {part},"
+                        f" {example.label!r}, and in another row {first[0]}, {first[1]!r}: a"
+                        " picture has one of each. Remove rows, or tables that others contain"
+                    )
                 examples[part].append(example)
     if not examples:
         return None
-    names = in_order(example.label for rows in examples.values() for example in rows)
-    return Source(names, 0, {k: partial(iter, rows) for k, rows in examples.items()}, files)
+    unique = {part: list({x.name: x for x in rows}.values()) for part, rows in examples.items()}
+    names = in_order(example.label for rows in unique.values() for example in rows)
+    splits = {part: partial(iter, rows) for part, rows in unique.items()}
+    return Source(names, 0, splits, list(dict.fromkeys(files)))
+
+
+def _is_placeholder(table: Path) -> bool:
+    """Detect Kaggle's sample_submission.csv, whose labels are made up."""
+    return "submission" in table.stem.lower()
 
 
 def _examples(
@@ -127,7 +142,8 @@ def _table(path: Path, find: Callable[[str], Path | None]) -> Table | None:
     if not rows:
         return None
     columns = [[find(row[column]) for row in rows] for column in range(len(rows[0]))]
-    named = max(range(len(columns)), key=lambda column: sum(map(bool, columns[column])))
+    # Classes that are numbers may also be names of pictures, but of few.
+    named = max(range(len(columns)), key=lambda column: len({*columns[column]} - {None}))
     hits = sum(map(bool, columns[named]))
     if 2 * hits < len(rows) - 1:
         look = [sum(is_picture(Path(row[i])) for row in rows) for i in range(len(columns))]
@@ -174,7 +190,8 @@ def _rows(path: Path) -> Rows:
 def _of_records(records: Sequence[dict]) -> Rows:
     """Return the rows of records, the names first."""
     names = list(dict.fromkeys(name for record in records for name in record))
-    return [names, *([str(record.get(name, "")) for name in names] for record in records)]
+    rows = [[record.get(name) for name in names] for record in records]
+    return [names, *(["" if x is None else str(x) for x in row] for row in rows)]
 
 
 def _finder(folder: Path) -> Callable[[str], Path | None]:
