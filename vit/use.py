@@ -236,7 +236,7 @@ def fit(
 
     Args:
         images: n images, one array (n, height, width[, c]) or a sequence of arrays (height, width)
-            or (height, width, 1 or 3) of any size, uint8.
+            or (height, width, 1 or 3) of any size, uint8, or of images of Pillow.
         labels: n names or numbers of classes; their sorted values are the classes 0, 1, ... Bytes
             are names in UTF-8.
         workdir: folder of the run; made if it does not exist.
@@ -255,6 +255,8 @@ def fit(
             field is unknown, or the config cannot work; and as `vit.run.loop.train`.
     """
     records, class_names = examples(images, labels)
+    if len(class_names) < 2:
+        raise ValueError(f"all labels are {class_names[0]!r}: there is nothing to classify")
     channels = max(record["image"].shape[-1] for record in records)
     side = int(median(min(record["image"].shape[:2]) for record in records))
     given = {**(values or {}), "data.name": data.ARRAYS, "data.dir": "", "data.num_workers": 0}
@@ -299,9 +301,15 @@ def examples(
             or NaN) or not among the names, or labels cannot be sorted.
     """
     images, values = listed(images), np.asarray(labels)
+    if any(isinstance(image, str | os.PathLike) for image in images):
+        raise ValueError(
+            "images are file names, but vit.fit takes arrays: read them (PIL.Image.open), or make a"
+            " data set of the files with vit.prepare"
+        )
     if values.shape != (len(images),):
         raise ValueError(f"{len(images)} images need as many labels, got shape {values.shape}")
-    for i, label in enumerate(labels):  # NumPy would make the word "nan" of a NaN among words
+    # NumPy makes the word "nan" of a NaN in a list of words.
+    for i, label in enumerate(labels if isinstance(labels, list | tuple) else values):
         if label is None or label != label:
             raise ValueError(f"the label of image {i} is {label}: leave out images without a label")
     values = np.char.decode(values.astype(bytes)) if isinstance(values[0], bytes) else values

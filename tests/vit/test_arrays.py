@@ -36,6 +36,7 @@ def test_records_of_arrays():
         ((images, [1, 2]), r"3 images need as many labels, got shape \(2,\)"),
         ((images, ["cat", "dog", "ant"], names), r"the labels \['dog'\] are not among"),
         ((np.zeros((2, 4, 4, 1)), [0, 1]), "array of float64: give uint8"),
+        ((["a.png", "b.png"], [0, 1]), "file names, but vit.fit takes arrays"),
         ((images, ["cat", "ant", np.nan]), "the label of image 2 is nan: leave out"),
         ((images, np.array([1, np.nan, 2])), "the label of image 1 is nan: leave out"),
         ((images, ["cat", None, "ant"], names), "the label of image 1 is None: leave out"),
@@ -88,6 +89,8 @@ def test_a_share_is_held_out_and_a_config_by_name(digits, tmp_path, monkeypatch)
     assert (len(dataset.train), len(dataset.evaluation)) == (360, 40)
     assert {record["label"] for record in dataset.evaluation} == set(range(10))
     assert seen["config"].model.variant == "XS/2"
+    with pytest.raises(ValueError, match="all labels are '0': there is nothing to classify"):
+        vit.fit(images, 0 * labels, workdir=tmp_path)
     for bad in (0, 1.0, 20, held_out[:1]):
         with pytest.raises(ValueError, match=r"evaluation=.*: give \(images, labels\), or a share"):
             vit.fit(images, labels, workdir=tmp_path, evaluation=bad)

@@ -309,7 +309,12 @@ class Optim:
     label_smoothing: float = _share(
         0.0, "Share of labels spread over all classes (Szegedy et al. 2016)."
     )
-    accumulate: int = _count(1, "Parts of a batch with accumulated gradients, to save memory.", 1)
+    accumulate: int = _count(
+        1,
+        """Parts of a batch with accumulated gradients, to save memory. The running moments of
+        calibrated attention advance with each part.""",
+        1,
+    )
     ema: float = _share(0.0, "Decay of the running mean of the parameters for evaluation; 0: none.")
     layer_decay: float = _number(
         1.0,

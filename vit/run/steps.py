@@ -192,7 +192,8 @@ def loss_and_gradients(
     """Return the mean loss of the examples, the sums of `task.loss`, and the gradients.
 
     Gradients are accumulated over `count` parts of the batch, so that only the activations of one
-    part are in memory; the result is the same as for the whole batch.
+    part are in memory. The result is the same as for the whole batch, except with dropout, and with
+    calibration while training, whose running moments advance with each part.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
