@@ -255,7 +255,7 @@ def fit(
             field is unknown, or the config cannot work; and as `vit.run.loop.train`.
     """
     records, class_names = examples(images, labels)
-    if len(class_names) < 2:
+    if len({*class_names}) < 2:
         raise ValueError(f"all labels are {class_names[0]!r}: there is nothing to classify")
     channels = max(record["image"].shape[-1] for record in records)
     side = int(median(min(record["image"].shape[:2]) for record in records))
