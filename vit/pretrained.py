@@ -53,6 +53,8 @@ OWN = ("blocks", "embed", "token", "position", "norm", "head")
 """First parts of the names of the transformer's parameters."""
 NO_HEAD = "(no head)"
 """The class of a run without data whose weights have no head."""
+LISTED = 10
+"""Classes that are listed if names differ."""
 IMAGE_SIZE = 224
 """Side of the pictures of a run without data, if neither positions nor JSON show it."""
 
@@ -152,7 +154,9 @@ def fitted(encoder: Encoder, model: ViT, dataset: data.Dataset) -> tuple[Arrays,
     named_by = theirs if len(theirs) == number else placeholders(number)
     report = transfer.fit_head(named, named_by, ours)
     if not report and len(theirs) == number and theirs != ours:
-        report = [f"head: loaded class by class, its {theirs[0]!r} for {ours[0]!r} and so on"]
+        pairs = [f"its {a!r} for {b!r}" for a, b in zip(theirs, ours, strict=True)]
+        more = ", ..." * (number > LISTED)
+        report = [f"head: loaded in order, whatever the names: {', '.join(pairs[:LISTED])}{more}"]
     return named, [*lines, *(report or [])]
 
 

@@ -403,7 +403,11 @@ def test_classes_of_another_order_are_sorted():
     for names, columns, told in [
         (CLASS_NAMES, [0, 1, 2, 3, 4], []),
         (tuple(CLASS_NAMES[i] for i in order), order, ["sorted as the data's"]),
-        (("ant", "bee", "cow", "dog", "eel"), [0, 1, 2, 3, 4], ["its 'class a' for 'ant'"]),
+        (
+            ("ant", "bee", "cow", "dog", "eel"),
+            [0, 1, 2, 3, 4],
+            ["'class a' for 'ant', its 'class b' for 'bee'"],
+        ),
     ]:
         named, lines = pretrained.fitted(encoder, model, data.Dataset((), (), names, 3))
         np.testing.assert_array_equal(named["head/bias"], encoder.arrays["head/bias"][columns])
