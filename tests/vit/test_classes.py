@@ -1,5 +1,7 @@
 """Classes are names, not positions: of a run, of the data that it is evaluated on, of weights."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -70,7 +72,9 @@ def test_a_run_is_evaluated_by_the_names_of_the_classes(digits_run, monkeypatch)
     workdir, record = digits_run
     want = {name: x for name, x in record.items() if name.startswith("eval_")}
     digits, load = data.load(runs.configs.of_run(workdir).data), data.load
-    monkeypatch.setattr(data, "load", lambda section: with_names(load(section), "7931502468"))
+    again = partial(data.Dataset._replace, channels=3)  # in colour
+    names = "7931502468"
+    monkeypatch.setattr(data, "load", lambda section: again(with_names(load(section), names)))
     for found in (evaluate.evaluate_run(workdir), evaluate.evaluate_on(workdir, {})):
         assert {name: found[name] for name in want} == pytest.approx(want)
     assert runs.restore(workdir).dataset.class_names == digits.class_names

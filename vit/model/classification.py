@@ -51,7 +51,7 @@ def task(num_classes: int, channels: int, kind: str = "softmax") -> Task:
 def of_run(config: Config, described: Mapping[str, Any]) -> tuple[Dataset, Task]:
     """Return the data set of the config, and the task of classifying its images.
 
-    Labels are the run's, by the names in its `task.json`.
+    Labels are the run's, by the names in its `task.json`, and so are the channels of the images.
 
     Raises:
         ValueError: as `data.load`; or if the data have classes that the run does not have.
@@ -59,6 +59,7 @@ def of_run(config: Config, described: Mapping[str, Any]) -> tuple[Dataset, Task]
     dataset = data.load(config.data)
     if described:
         class_names = described["class_names"]
+        dataset = dataset._replace(channels=described["channels"])
         try:
             dataset = data.with_classes(dataset, class_names)
         except ValueError as error:
