@@ -174,6 +174,14 @@ def test_what_cannot_be_loaded_is_named(digits_run, tmp_path):
     assert files.noted(workdir / "task.json") == files.noted(digits_run[0] / "task.json")
 
 
+def test_a_log_of_another_program_is_kept(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("theirs")
+    with pytest.raises(ValueError, match="metrics.jsonl exists, but no config.json"):
+        loop.train(TRAINED, tmp_path)
+    assert log.read_text() == "theirs"
+
+
 def test_other_data_under_the_same_config_are_refused(digits_run, tmp_path):
     """The labels of a data set that was made anew may mean other classes."""
     workdir = tmp_path / "run"

@@ -196,9 +196,12 @@ def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Ta
     `task.json` describes the task, so that the model can be used without its data set.
 
     Raises:
-        ValueError: when the folder contains a run with another config or other data.
+        ValueError: when the folder contains a run with another config or other data, or a log
+            without a run.
     """
     path, new = workdir / "config.json", description(dataset, task)
+    if (log := workdir / "metrics.jsonl").exists() and not path.exists():
+        raise ValueError(f"{log} exists, but no {path.name} of a run: choose another --workdir")
     different = configs.differences(configs.load(path), config) if path.exists() else []
     for name, before in of_folder(workdir, task.name).items():
         if name not in ("command", "versions") and before != new.get(name, before):
