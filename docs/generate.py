@@ -17,7 +17,6 @@ from vit import config as configs
 from vit.config import arguments, cli
 
 ROOT = Path(__file__).parent.parent
-DROP_INS = ("nnx", "linen", "sklearn")
 NOTEBOOKS = "_build/notebooks"
 
 
@@ -41,7 +40,7 @@ def modules() -> dict[str, str]:
     top = "".join(f".. autofunction:: performer.{name}\n\n" for name in performer.__all__)
     pages = {"api/performer": f"# performer\n\n{evaluated(top)}"}
     rows = "- [`performer`](performer.md): attention, and conversion of a trained function.\n"
-    names = (*performer.MODULES, *DROP_INS, "vit")
+    names = (*performer.MODULES, *performer.EXTRAS, "vit")
     for name in names:
         path = name if name == "vit" else f"performer.{name}"
         home = importlib.import_module(path)

@@ -11,16 +11,16 @@ refinement  attention transfer: frequencies, or any map, trained towards softmax
 analysis    error of attention on given queries and keys; the number of features that they need
 linearize   a trained JAX function -> the same function with random-feature attention
 measure     its queries and keys, for several calls of `linearize`
-nnx, linen  attention as drop-ins for Flax; linearized nnx models (`import performer.nnx`)
+nnx, linen  attention as drop-ins for Flax; linearized nnx models
 quadrature  spherical-radial rules: weighted frequencies, exact to degree three
 butterfly   random orthogonal matrices with products in O(d log d)
 structured  frequencies with products in O(m log d)
 gp          Gaussian processes, exact and with random features
 copula      couplings of the lengths, learned by gradient
 graphs      random walks on graphs: kernels between nodes, PageRank, Gaussian processes
-sklearn     random features as a scikit-learn transformer (`import performer.sklearn`)
+sklearn     random features as a scikit-learn transformer
 theory      errors of kernel estimates by coupling, in closed form
-testing     statistical assertions about a coupling of your own
+testing     assertions about attention functions and couplings of your own
 
 Modules are imported on first use, as in `performer.gp.GaussianProcess`: programs that use only
 attention start as fast as JAX.
@@ -43,9 +43,12 @@ if TYPE_CHECKING:
     from performer import gp as gp
     from performer import graphs as graphs
     from performer import kernels as kernels
+    from performer import linen as linen
+    from performer import nnx as nnx
     from performer import norms as norms
     from performer import quadrature as quadrature
     from performer import refinement as refinement
+    from performer import sklearn as sklearn
     from performer import structured as structured
     from performer import testing as testing
     from performer import theory as theory
@@ -74,13 +77,15 @@ MODULES = (
     "testing",
     "theory",
 )
-"""Public modules that are imported on first use; `linen`, `nnx` and `sklearn` need an extra."""
+"""Public modules that are imported on first use."""
+EXTRAS = ("nnx", "linen", "sklearn")
+"""The same, of packages that may be missing; `dir` leaves them out."""
 
 
 def __getattr__(name: str) -> Any:
     if name in ("linearize", "measure"):
         return getattr(import_module("performer.linearization"), name)
-    if name in MODULES:
+    if name in (*MODULES, *EXTRAS):
         return import_module(f"performer.{name}")
     if name in ("PerformerAttention", "GraphAttention"):
         raise AttributeError(f"{name} is a layer for Flax: performer.nnx.{name} (pip install flax)")

@@ -14,6 +14,8 @@ from jaxtyping import Array, ArrayLike
 
 LARGEST = 2**31 - 1
 """The largest int32."""
+NEAR = 0.5
+"""Least similarity, by difflib, of a name to one that may be meant."""
 
 
 def unknown(kind: str, name: str, choices: Collection[str], shown: str = "") -> str:
@@ -26,11 +28,9 @@ def unknown(kind: str, name: str, choices: Collection[str], shown: str = "") -> 
         shown: list of choices as displayed; the names separated by commas if empty.
     """
     by_lower_case = {choice.lower(): choice for choice in choices}
-    nearest = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0)[0]
-    return (
-        f"unknown {kind} {name!r}; did you mean {by_lower_case[nearest]!r}?"
-        f" Choices: {shown or ', '.join(choices)}"
-    )
+    near = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=NEAR)
+    meant = "".join(f"; did you mean {by_lower_case[each]!r}?" for each in near) or "."
+    return f"unknown {kind} {name!r}{meant} Choices: {shown or ', '.join(choices)}"
 
 
 @contextmanager

@@ -318,7 +318,8 @@ def kl(p: Gaussian, q: Gaussian) -> Float[Array, ""]:
     """Return KL(p || q) = E_p log(p / q) in nats; rounding may make it slightly negative.
 
     Both distributions must have full rank, which those of features do not have: compare
-    distributions of `observed` values, posteriors or priors, N(0, K) and N(0, phi phi^T).
+    distributions of `observed` values, posteriors or priors, N(0, K) and N(0, phi phi^T). A
+    covariance that is singular up to rounding is warned about (outside `jit`).
 
     Raises:
         ValueError: for distributions of different sizes, entries that are not finite, or a
@@ -332,6 +333,14 @@ def kl(p: Gaussian, q: Gaussian) -> Float[Array, ""]:
     )
     p_factor = _checked_factor("the covariance of p", p_covariance)
     q_factor = _checked_factor("the covariance of q", q_covariance)
+    for name, factor, covariance in (("p", p_factor, p_covariance), ("q", q_factor, q_covariance)):
+        least = jnp.min(jnp.diagonal(factor) ** 2, initial=jnp.inf)
+        if not isinstance(least, Tracer) and least <= 2 * len(factor) * _ulp(covariance):
+            warnings.warn(
+                f"the covariance of {name} is singular up to the rounding of {factor.dtype}: the"
+                " divergence is one of rounding errors; compare gp.observed(...) of both",
+                stacklevel=2,
+            )
     squares = jnp.sum(_whiten(q_factor, p_factor) ** 2)
     squares += jnp.sum(_whiten(q_factor, q_mean - p_mean) ** 2)
     return (squares - len(p_mean) + _log_det(q_factor) - _log_det(p_factor)) / 2
@@ -503,8 +512,7 @@ def _checked_factor(name: str, matrix: Array) -> Array:
 @jax.jit
 def _factor(matrix: Array) -> Array:
     """Return the Cholesky factor with as little jitter as the rounding errors allow."""
-    n = len(matrix)
-    rounding = jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(matrix))
+    n, rounding = len(matrix), _ulp(matrix)
 
     def factor(jitter: Array) -> Array:
         return jnp.linalg.cholesky(matrix + jitter * jnp.eye(n, dtype=matrix.dtype))
@@ -517,6 +525,11 @@ def _factor(matrix: Array) -> Array:
     return jax.lax.while_loop(
         lambda state: ~state[0], lambda _: (jnp.array(True), factor(n * rounding)), (well, first)
     )[1]
+
+
+def _ulp(matrix: Array) -> Array:
+    """Return the rounding of a mean entry of the diagonal; also the least jitter."""
+    return jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(matrix))
 
 
 @_factor.defjvp

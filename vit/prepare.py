@@ -1,6 +1,6 @@
 """Turn raw pictures into a TFDS data set in array_record form, without tensorflow.
 
-    python -m vit.prepare --source=DIR --out=DIR [--name=NAME] [--validation=0.1] [--max_side=320]
+    python -m vit.prepare --source=DIR [--out=data] [--name=NAME] [--max_side=320]
 
 The format of the source is detected from its files:
 
@@ -77,7 +77,7 @@ def prepare(
     """Write the data set `out/name/1.0.0`.
 
     Args:
-        source: folder with raw pictures; --help lists the formats.
+        source: folder with raw pictures, in a format of the list above.
         out: folder of TFDS data sets; made if it does not exist. For gs://... the data set is
             written to the folder of temporary files and uploaded.
         name: name of the data set, lower case letters, digits and underscores; the folder's

@@ -152,8 +152,8 @@ def performer_attention(
         robust   like blocked, but accurate for queries and keys of any norm
         pallas   kernels for TPU and NVIDIA GPUs; features never leave the chip
 
-    Causal and packed rows, and rows with an exact window, of `direct` and `blocked` are wrong,
-    without a warning, for long queries and keys: from norms of about 10, after the factor
+    Causal and packed rows, and rows with an exact window, of `direct` and `blocked` can be wrong,
+    without a warning, for queries and keys of large norm: from about 10, after the factor
     sqrt(scale), if all keys that a query sees are opposite to it, from 35 if they are orthogonal.
     To detect this, compare with `robust`: only there the results differ by more than rounding.
 

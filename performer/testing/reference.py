@@ -97,7 +97,7 @@ def reference_attention(
         (alibi_slopes, log_decay),
     )
     exact = np.zeros((b, n, t, s), bool)
-    ids = _segments(segment_ids, lead, b, t, s)
+    ids = _segments(segment_ids, b, t, s)
     if exact_window:
         exact |= _window(ids[0], exact_window, exact_first)[:, None]
     exact[:, :, :exact_rows] = True
@@ -224,7 +224,7 @@ def _pairs(tokens, kind, key_options, pair_options):
         key_bias[:, t:] = -np.inf
     exists_at = key_bias > -np.inf
     key, value = (np.where(exists_at[..., None], x, 0) for x in (key, value))
-    ids, key_ids = _segments(segment_ids, lead, b, t, s)
+    ids, key_ids = _segments(segment_ids, b, t, s)
     allowed = np.ones((b, t, s), bool) & (ids[:, :, None] == key_ids[:, None])
     if is_causal:
         allowed &= np.arange(s) <= np.arange(t)[:, None]
@@ -237,7 +237,7 @@ def _pairs(tokens, kind, key_options, pair_options):
     return allowed, bias, key_bias, key, value
 
 
-def _segments(segment_ids: Any, lead, b: int, t: int, s: int) -> tuple[np.ndarray, np.ndarray]:
+def _segments(segment_ids: Any, b: int, t: int, s: int) -> tuple[np.ndarray, np.ndarray]:
     if segment_ids is None:
         return np.zeros((b, t), int), np.zeros((b, s), int)
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)

@@ -184,6 +184,8 @@ def test_each_name_has_one_path():
     for name in performer.MODULES:
         assert importlib.import_module(f"performer.{name}") is getattr(performer, name)
     assert {*performer.MODULES, *performer.__all__} <= set(dir(performer))
+    for name in performer.EXTRAS:
+        assert performer.__getattr__(name) is importlib.import_module(f"performer.{name}")
     pages = [Path("README.md"), *Path("docs").rglob("*.md")]
     made = {"_build", "reference"}  # by a build, maybe of another version
     text = "\n".join(page.read_text() for page in pages if not made & {*page.parts})

@@ -98,6 +98,7 @@ def of_couplings():
     fast = structured.draw(KEY, 6, 3)
     return [
         (call(couplings.get, "orff"), "did you mean 'orf'.* Choices: iid, orf, simrf, pnc, pm"),
+        (call(couplings.get, "xyz"), r"unknown coupling 'xyz'\. Choices: iid, orf"),
         (call(raw(couplings.get), 3), "must be a name or a function .* got 3"),
         (
             call(couplings.get, "orthogonal"),
@@ -108,7 +109,7 @@ def of_couplings():
             "write jax.random.key",
         ),
         (call(couplings.get, "iid*pairwise"), r"directions in .* 'iid\*pairwise': 'iid'.*indep"),
-        (call(couplings.get, "simplex*pm"), "unknown norms .* 'pm'; .*Choices: independent, pa"),
+        (call(couplings.get, "simplex*pm"), "unknown norms .* 'pm'. Choices: independent, pa"),
         (call(orf, 0, 4), "got 0"),
         (call(couplings.get("pm-antithetic"), KEY, 7, 4), "even .* got m = 7"),
         (call(quantile, "halton", norms.matern(1.5)), "halton draws no lengths"),

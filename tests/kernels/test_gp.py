@@ -198,6 +198,22 @@ def test_kl_against_simulation():
     assert abs(float(gp.kl(q, p)) - ratios.mean()) > 20 * error  # not symmetric: the order is seen
 
 
+def test_kl_of_singular_posteriors_warns():
+    """200 new points, 8 features: of rank 16. Their observed values have full rank."""
+    x = jnp.linspace(-4, 2, 40)[:, None]
+    process = gp.GaussianProcess(scales=gp.Scales(1.0, 1.0, 0.3)).fit(
+        x, jnp.sin(2 * x[:, 0]), num_steps=0
+    )
+    features = process.with_features(jax.random.key(0), 8)
+    new = jnp.linspace(-5, 5, 200, dtype=jnp.float32)[:, None]
+    exact, estimate = process.predict(new), features.predict(new)
+    with pytest.warns(UserWarning, match=r"covariance of q is singular .*gp.observed"):
+        gp.kl(exact, estimate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert 0 < float(gp.kl(gp.observed(exact, 0.3), gp.observed(estimate, 0.3))) < 1e3
+
+
 def test_negative_log_density():
     law, y = random_law(4), np.arange(4.0)
     want = -stats.norm(law.mean, np.sqrt(np.diag(law.covariance))).logpdf(y).mean()

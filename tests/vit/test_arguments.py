@@ -52,6 +52,11 @@ def test_the_flag_that_is_meant(given, meant):
     assert told == f"{word!r} is no flag: did you mean '{meant}={word.split('=')[1]}'?"
 
 
+def test_no_flag_is_meant():
+    assert message("--config=digits", "--zzz=1") == "unknown flag '--zzz'. --help lists all flags"
+    assert message("--config=digits", "zzz=1") == "'zzz=1' is no flag: see --help"
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_lists_every_field(flag, capsys):
     argv, values = program(flag)

@@ -35,7 +35,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from absl import app, flags, logging
 
-from performer.choices import unknown
+from performer.choices import NEAR, unknown
 from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten
 from vit.run import buckets
 from vit.run.safety import lasting
@@ -101,14 +101,14 @@ def parse_flags(
         program, *rest = values(argv)
     except flags.UnrecognizedFlagError as error:
         meant = nearest(error.flagname, values)
-        sys.exit(
-            f"unknown flag '--{error.flagname}'; did you mean {meant!r}? --help lists all flags"
-        )
+        question = f"; did you mean {meant!r}?" if meant else "."
+        sys.exit(f"unknown flag '--{error.flagname}'{question} --help lists all flags")
     except flags.Error as error:
         sys.exit(_flag_error(str(error), values))
     if rest and not words:
-        meant = f"did you mean {nearest(rest[0], values)!r}?" if "=" in rest[0] else "see --help"
-        sys.exit(f"{rest[0]!r} is no flag: {meant}")
+        meant = nearest(rest[0], values) if "=" in rest[0] else None
+        hint = f"did you mean {meant!r}?" if meant else "see --help"
+        sys.exit(f"{rest[0]!r} is no flag: {hint}")
     for name, flag in own_flags(values).items():
         if flag.present and flag.default != "" and flag.value == "":
             sys.exit(f"--{name}= is empty: leave it out, or give a value")
@@ -149,8 +149,8 @@ def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Config | None:
     return config.overridden(given)
 
 
-def nearest(argument: str, values: flags.FlagValues) -> str:
-    """Return the flag or field of the config with the nearest name, with the argument's value."""
+def nearest(argument: str, values: flags.FlagValues) -> str | None:
+    """Return the flag or field of the config with a near name, with the argument's value."""
     name, equals, value = argument.partition("=")
     known = {flag: f"--{flag}" for flag in own_flags(values)}
     if "config" in values:
@@ -161,7 +161,8 @@ def nearest(argument: str, values: flags.FlagValues) -> str:
     word = last if word not in known and last in known else word
     initials = {"".join(x[:1] for x in each.split("_")): each for each in known if "_" in each}
     word = word if word in known else initials.get(last, word)  # lr: learning_rate
-    return known[difflib.get_close_matches(word, known, n=1, cutoff=0)[0]] + equals + value
+    near = difflib.get_close_matches(word, known, n=1, cutoff=NEAR)
+    return known[near[0]] + equals + value if near else None
 
 
 def own_flags(values: flags.FlagValues) -> dict[str, flags.Flag]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from performer.choices import unknown
 from vit import missing
 
+WORK = "prepare", "train", "evaluate", "predict", "export", "convert"
+"""Programs in the order in which they are used; the others follow."""
 _typed: list[str] = []
 """The console script as typed, then its program; empty without one."""
 _programs: dict[str, tuple[str, str]] = {}
@@ -63,37 +65,39 @@ def programs(package: str) -> dict[str, tuple[str, str]]:
     return listed
 
 
-def run(script: str, programs: dict[str, tuple[str, str]]) -> None:
+def run(script: str, listed: dict[str, tuple[str, str]]) -> None:
     """Run the program named by the first argument, as `python -m` would; without one list them.
 
     --version prints the versions of this library and of JAX.
 
     Args:
         script: name of the console script.
-        found: its programs, as returned by `programs`.
+        listed: its programs, as returned by `programs`.
     """
     first, *words = sys.argv
     if not words or words[0] in ("-h", "--help", "help"):
-        width = max(map(len, programs))
-        print("\n".join(f"{script} {name:{width}}  {line}" for name, (_, line) in programs.items()))
+        width = max(map(len, listed))
+        print("\n".join(f"{script} {name:{width}}  {line}" for name, (_, line) in listed.items()))
         print(f"\n{script} NAME --help lists the flags of a program.")
         return
     if words == ["--version"]:
         print(f"performer-jax {version('performer-jax')}, jax {version('jax')}")
         return
     name = words.pop(0)
-    if name not in programs:
-        sys.exit(unknown(f"command of {script}:", name, programs))
+    if name not in listed:
+        sys.exit(unknown(f"command of {script}:", name, listed))
     is_given = shutil.which(script) == first or first.endswith(".py")  # a file by "python -m"
-    _programs.update(programs)
+    _programs.update(listed)
     _typed[:] = [*(script.split() if is_given else [first]), name]
     sys.argv = [first, *words]
     try:
-        runpy.run_module(programs[name][0], run_name="__main__", alter_sys=True)
+        runpy.run_module(listed[name][0], run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
         sys.exit(f"{script} {name}: {missing(error)}")
 
 
 def vit() -> None:
     """Run the console script `performer-vit`."""
-    run("performer-vit", programs("vit") | {"compare": programs("experiments")["compare"]})
+    listed = programs("vit") | {"compare": programs("experiments")["compare"]}
+    others = sorted(listed.keys() - set(WORK))
+    run("performer-vit", {name: listed[name] for name in (*WORK, *others)})
