@@ -11,8 +11,8 @@ Each item of the four papers is a number of comparisons, of which some agree:
               below by more than two
 
 The papers' figures have no numbers, so that only orders can be compared. By chance 5% of the
-comparisons may fail. An item "agrees" if 95% of its comparisons do, "agrees but for" the named ones
-if half of them do, and "does not" agree otherwise.
+comparisons may fail. An item "agrees" if 90% of its comparisons do (but for the named ones), agrees
+"in part" if half of them do, and "does not" agree otherwise.
 """
 
 import csv
@@ -169,9 +169,9 @@ def verdict(item: Item) -> str:
     if count is None:
         return f"not run: {item.why}"
     share = count[0] / count[1]
-    if share >= 0.95:
+    if share >= 0.9:
         return "agrees" + f" but for {item.why}" * (count[0] < count[1])
-    return f"agrees but for {item.why}" if share >= 0.5 else f"does not: {item.why}"
+    return f"in part, not {item.why}" if share >= 0.5 else f"does not: {item.why}"
 
 
 SIMRF, VRC, QGRF, QUAD = "SimRF", "VRC", "qGRF", "Quad"

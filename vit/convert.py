@@ -269,7 +269,7 @@ def convert(
     if not (coupling and exact_window):
         raise ValueError("give at least one coupling and one window (or 0)")
     if not num_features and (exact_keys or exact_rows or any(exact_window)):
-        raise ValueError("exact keys, rows and windows are sizes: give num_features=64, for example")
+        raise ValueError("exact keys, rows and windows are sizes: give num_features also")
     cases, chosen = cases_of(
         coupling=coupling,
         calibration=calibration,

@@ -39,13 +39,14 @@ from performer.attention.state import (
     by_block,
     combine,
     extended,
+    heads_first,
     look_up,
     summarise,
     take,
 )
 from performer.attention.sweep import Near, softmax_rows, sweep
 from performer.attention.values import Exact, Plan
-from performer.numerics import dot
+from performer.numerics import dot, exponentials, weighted
 from performer.typing import float32_or_wider
 
 Maps = tuple[Features, Features]
@@ -294,28 +295,41 @@ def heavy_keys(
 def _log_weights_of_keys(
     maps: Maps, query: Array, keys: Keys, nothing: State, plan: Plan
 ) -> Float[Array, "b s k"]:
-    """Logarithms of the estimated weights of keys; -inf for a key that does not exist."""
+    """Logarithms of the estimated weights of keys; -inf for a key that does not exist.
+
+    Three passes: over the keys, the queries, and the keys again. Where all tokens are one block
+    XLA computes their features once, for attention and for this.
+    """
     query_map, key_map = maps
     b, t, k, g, h = query.shape
     nothing = State(*nothing[:2], nothing.numerator[..., :0])
     # The query heads of a key head as further queries: (b, t, k, g, h) -> (b, t g, k, h)
-    query = query.transpose(0, 1, 3, 2, 4).reshape(b, t * g, k, h)
+    query = jnp.moveaxis(heads_first(query).reshape(k, b, t * g, h), 0, 2)
 
     def summary(features, x, log_weights):
         return summarise(features, Keys(x, x[..., :0], log_weights), nothing, plan.block)
 
-    def log_sums(features, x, state):  # log sum_j phi_j(x) s_j e^{c_j}
-        def block_sums(x):
-            rows = look_up(features, x, state, state.normaliser.dtype)
-            positive = rows.normaliser > 0  # features with signs may have others
-            logarithm = jnp.log(jnp.where(positive, rows.normaliser, 1.0)) + rows.maximum
-            return jnp.where(positive, logarithm, -jnp.inf)[..., 0]
+    def log_sums(split, state):  # log sum_j phi_j(x) s_j e^{c_j}, (k, b, t)
+        exponent = split[0] + state.maximum[..., None, :]
+        maximum = jnp.max(exponent, axis=-1)
+        features = exponentials((exponent, split[1]), maximum[..., None])
+        sums = dot("...tm,...m->...t", features, state.normaliser, state.normaliser.dtype)
+        positive = sums > 0  # features with signs may have others
+        return jnp.where(positive, jnp.log(jnp.where(positive, sums, 1.0)) + maximum, -jnp.inf)
 
-        return by_block(block_sums, x[:, :, :, None], plan.block)
+    of_keys = summary(key_map, keys.key, keys.log_weights)
 
-    rows = log_sums(query_map, query, summary(key_map, keys.key, keys.log_weights))
-    columns = summary(query_map, query, jnp.where(jnp.isneginf(rows), rows, -rows))
-    return log_sums(key_map, keys.key, columns) + cast(Array, keys.log_weights)
+    def over_denominators(x):  # a_j(t) / D_t
+        split = query_map(x)
+        rows = log_sums(split, of_keys)
+        return weighted(split, jnp.where(jnp.isneginf(rows), rows, -rows))
+
+    columns = summary(over_denominators, query, None)
+
+    def of_block(x):
+        return jnp.moveaxis(log_sums(key_map(heads_first(x)), columns), 0, 2)
+
+    return by_block(of_block, keys.key, plan.block) + cast(Array, keys.log_weights)
 
 
 # Keys

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
+from jax.core import max_dim
 from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
@@ -41,6 +42,7 @@ from performer.attention.state import (
     by_block,
     combine,
     extended,
+    moved_once,
     pad,
     ratio,
     summarise,
@@ -397,7 +399,8 @@ def _on_platform(arrays, exact: Exact, plan: Plan, direct: bool):
         whole = 2 * (query.shape[1] + key.shape[1])
         chunk, block = whole, whole
         if not direct:
-            given = platform, batch_and_heads, estimate.num_features, sweeping
+            length = max_dim(query.shape[1], key.shape[1])
+            given = platform, length, batch_and_heads, estimate.num_features, sweeping
             chunk, block = sizes.chunk_and_block(*given)
         return partial(_attention, exact, replace(plan, chunk=chunk, block=block))
 
@@ -455,6 +458,7 @@ def _attend(
         order, query, keys, segments = _sorted(query, keys, pairs.segments)
     selected = []  # keys that every query sees exactly
     if exact.keys and t:
+        query, keys = moved_once(query), keys._replace(key=moved_once(keys.key))
         fixed = feature_maps(jax.lax.stop_gradient(x), estimate)
         heavy, keys = heavy_keys(fixed, query, keys, nothing, exact.keys, plan)
         selected.append(heavy)

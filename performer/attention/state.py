@@ -3,7 +3,7 @@
     summarise   keys -> state           every feature attends over the keys
     look_up     queries, state -> rows  every query attends over the features
     attend      queries, state -> output  both at once, with exact keys as further features
-    by_block    a function of queries, block by block
+    by_block    a function of tokens, block by block
     combine     the state of the keys of two states; also the rows of two sets of keys
     ratio       rows -> output          numerator / normaliser
 
@@ -255,21 +255,19 @@ def _tokens_first(x: Array, query: Float[Array, "b t k g h"]) -> Float[Array, "b
 
 
 def by_block(
-    attend: Callable[[Array], Array], query: Float[Array, "b t k g h"], block: Size
+    function: Callable[[Array], Array], tokens: Float[Array, "b t ..."], block: Size
 ) -> Float[Array, "b t ..."]:
-    """Apply `attend`, (b, length, k, g, h) -> (b, length, ...), to `block` queries at a time.
+    """Apply a function, (b, length, ...) -> (b, length, ...), to `block` tokens at a time.
 
     The backward pass computes each block again.
     """
-    (b, t, *_), (count, length) = query.shape, blocks(query.shape[1], block)
-    attend, queries = (
-        jax.checkpoint(attend, prevent_cse=count == 1),
-        in_blocks(query, count, length),
-    )
+    (b, t, *_), (count, length) = tokens.shape, blocks(tokens.shape[1], block)
+    function = jax.checkpoint(function, prevent_cse=count == 1)
+    tokens = in_blocks(tokens, count, length)
     if count == 1:
-        return attend(queries[0])[:, :t]
+        return function(tokens[0])[:, :t]
     # (count, b, length, ...) -> (b, count length, ...)
-    outputs = jnp.moveaxis(jax.lax.map(attend, queries), 0, 1)
+    outputs = jnp.moveaxis(jax.lax.map(function, tokens), 0, 1)
     return outputs.reshape(b, count * length, *outputs.shape[3:])[:, :t]
 
 
@@ -354,6 +352,11 @@ def in_blocks(x: Array, count: Size, length: Size) -> Array:
 def heads_first(x: Array) -> Array:
     """(b, t, k, ...) -> (k, b, t, ...)."""
     return jnp.moveaxis(x, 2, 0)
+
+
+def moved_once(x: Array) -> Array:
+    """x (b, t, k, ...), with heads first in memory: XLA would move it again for each use."""
+    return jnp.moveaxis(jax.lax.optimization_barrier(heads_first(x)), 0, 2)
 
 
 def flat(x: Array) -> Array:

@@ -45,6 +45,17 @@ def test_the_kernel_estimate_is_unbiased():
         assert abs(z) < stats.norm.isf(1e-4 / 6 / 2), (i, j, z)
 
 
+def test_the_choice_of_keys_computes_no_feature_again():
+    """Where all tokens are one block. With features of its own it takes 1.7 times the operations."""
+    query, key = jnp.zeros((2, 64, 4, 64)), jnp.zeros((2, 64, 2, 64))
+
+    def operations(**options):
+        call = jax.jit(partial(performer_attention, **options))
+        return call.lower(query, key, key, jnp.zeros((64, 64))).compile().cost_analysis()["flops"]
+
+    assert operations(exact_keys=1) < 1.25 * operations()
+
+
 @pytest.mark.thorough
 def test_gradients_beside_exact_keys():
     """Gradients for a constant choice: central differences in float64."""
