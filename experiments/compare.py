@@ -37,6 +37,7 @@ from absl import logging
 from experiments.common import harness, launch, statistics
 from experiments.common.statistics import LEVEL, estimate
 from performer.choices import unknown
+from performer.couplings import DEFAULT
 from vit import config as configs
 from vit import data
 from vit.config import arguments
@@ -494,7 +495,7 @@ def main(
     *runs: Path,
     config: configs.Config | None = None,
     out: Path = Path("results/compare"),
-    couplings: Sequence[str] = ("orf", "pnc", "pm"),
+    couplings: Sequence[str] = ("orf", "pm", DEFAULT),
     seeds: int = 5,
     grid: list[str] = [],  # noqa: B006
     baseline: str = "",

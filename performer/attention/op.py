@@ -208,7 +208,8 @@ def performer_attention(
         calibration: result of `performer.calibration`, for each key head or for all. Shift and
             scale can be combined with every map that estimates softmax, a tilt or a proposal only
             with "positive". It changes the variance of the estimate, not softmax attention.
-        feature_map: "positive", "hyperbolic" (pairs [W, -W] for half the projections),
+        feature_map: "positive", "hyperbolic" (pairs [W, -W] for half the projections; with a
+            coupling that has the pairs already, such as "pm-antithetic", it repeats features),
             "trigonometric" (attention may be negative, sums may vanish), "relu", "elu+1", or a
             `features.FeatureMap`. The last two words are kernels of their own; with frequencies
             `jnp.eye(h)` and scale 1 they give linear attention (Katharopoulos et al. 2020), where a
@@ -276,8 +277,8 @@ def performer_attention(
     refusals.check_arrays(query, key, value, frequencies)
     refusals.check_words(stabilizer, implementation, is_causal, mask, calibration)
     scale = refusals.positive_scale(scale, query.shape[-1])
-    given = dict(window=exact_window, first=exact_first, keys=exact_keys, rows=exact_rows)
-    exact = Exact(**{name: refusals.number(f"exact_{name}", x) for name, x in given.items()})
+    numbers = dict(window=exact_window, first=exact_first, keys=exact_keys, rows=exact_rows)
+    exact = Exact(**{name: refusals.number(f"exact_{name}", x) for name, x in numbers.items()})
     lead, inputs = query.shape[:-3], Tokens(query, key, value)
     tokens = refusals.with_one_batch_axis(inputs)
     none = jnp.zeros((1, query.shape[-1]), query.dtype), jnp.zeros(1)  # one feature of weight 0
@@ -302,6 +303,7 @@ def performer_attention(
         bool(is_causal),
     )
     streams = return_state or initial_state is not None
+    decayed = dict(alibi_slopes=alibi_slopes, log_decay=log_decay)
     call = refusals.Call(
         t=tokens.query.shape[1],
         s=tokens.key.shape[1],
@@ -316,7 +318,7 @@ def performer_attention(
         lengths=key_value_seq_lengths is not None,
         packed=pairs.segments is not None,
         cross_packed=pairs.segments is not None and pairs.segments[1] is not None,
-        decay="alibi_slopes" * (alibi_slopes is not None) or "log_decay" * (log_decay is not None),
+        decay=next((name for name, x in decayed.items() if x is not None), ""),
         streams=streams,
         axis_name=axis_name,
         featureless=frequencies is None,
@@ -326,8 +328,10 @@ def performer_attention(
         refusals.check_state(initial_state, inputs, estimate, exact, pairs)
     state = jax.tree.map(lambda x: refusals.one_axis(x, len(lead)), initial_state)
     plan = Plan(axis_name, return_state, robust=implementation == "robust")
-    given = tokens, estimate, exact, pairs, streams or axis_name is not None
-    plan = which.planned(plan, which.Call(*given, implementation))
+    has_state = streams or axis_name is not None
+    plan = which.planned(
+        plan, which.Call(tokens, estimate, exact, pairs, has_state, implementation)
+    )
     arrays = tokens, estimate, pairs, state
     output, state = _on_platform(arrays, exact, plan, implementation == "direct")
     if len(lead) != 1:
@@ -465,10 +469,9 @@ def _attend(
     if exact.first and t and not streams:  # a stream has them in its state
         first, keys = first_keys(keys, exact.first, segments, is_causal)
         selected.append(first)
-    later_keys = not is_causal and keys.log_decay is not None
-    if (exact.window and streams) or (
-        t and (exact.window or segments is not None or later_keys or (is_causal and t != 1))
-    ):
+    many_causal, faded = is_causal and t != 1, not is_causal and keys.log_decay is not None
+    by_position = exact.window or segments is not None or many_causal or faded
+    if (exact.window and streams) or (t and by_position):
         ends = nothing, None if is_causal else nothing
         given = query, keys, state, ends, exact, scale, segments
         rows, state = _chunk_by_chunk(maps, *given, plan, streams)

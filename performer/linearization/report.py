@@ -15,7 +15,7 @@ from performer.linearization.outputs import Change
 LOSSES = (
     (0.1, "little (up to 2% of a classifier's accuracy, 0.1 nats of a language model)"),
     (0.3, "some (2 to 6% of a classifier's accuracy, 0.1 to 0.3 nats of a language model)"),
-    (math.inf, "much (at 0.5 18% of a classifier's accuracy, 0.7 nats of a language model)"),
+    (math.inf, "much (0.5 costs 18% of a classifier's accuracy, 0.7 nats of a language model)"),
 )
 """Losses by the mean attention error (docs, "Linearise")."""
 SAME = 0.85

@@ -50,7 +50,7 @@ class PerformerAttention(nnx.Module):
         head_dim: width of one head's queries and keys.
         coupling: name of a coupling, as of `performer.couplings.get`, or a hashable coupling.
         num_heads: number of heads with independent draws: all heads of the layer or, for grouped
-            heads, `num_kv_heads`. None shares one draw.
+            heads, `num_kv_heads`. None shares one draw (the layer for linen always draws for each).
         redraw_every: steps between new draws by `redraw`; 0 for never.
         calibration: method of `performer.calibration`, as "none", "shift", "shift+scale" or "full".
             It is fitted for each head if `num_heads` is given, which must then be the number of key

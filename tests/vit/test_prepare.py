@@ -119,7 +119,7 @@ def test_a_folder_of_raw_pictures_is_named_with_the_command(source, tmp_path):
         with pytest.raises(ValueError, match="pets holds raw pictures: make .*prepare --source=.*"):
             load(out, name, "validation")
     prepare(source, source, "made")
-    with pytest.raises(ValueError, match="unknown config.data.name 'x'; did you mean 'made'"):
+    with pytest.raises(ValueError, match="unknown config.data.name 'x'. Choices: digits, made"):
         load(source, "x", "validation")
 
 
