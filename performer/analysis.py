@@ -206,6 +206,7 @@ def attention_error(
     Raises:
         ValueError: when shapes or dtypes do not fit, for an unknown coupling or one that does not
             give (m, h), fewer than 3 draws or 1 feature, or a batch entry without keys.
+        TypeError: for another option of `performer_attention`, whose attention is not measured.
 
     Example:
         >>> error = attention_error(query, key, value, num_features=128)
@@ -215,10 +216,14 @@ def attention_error(
         raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
     lead, h = query.shape[:-3], query.shape[-1]
     selected = Exact(*(exact.pop(f"exact_{name}", 0) for name in Exact._fields))
+    if exact:
+        raise TypeError(
+            f"attention_error has no {', '.join(exact)}: it measures positive features without"
+            " bias of the distance or packed sequences; compare performer.attention.attention_weights"
+            " with your softmax attention"
+        )
     most = most or num_features
-    options = (
-        selected.options | exact | dict(calibration=calibration, scale=scale, is_causal=is_causal)
-    )
+    options = selected.options | dict(calibration=calibration, scale=scale, is_causal=is_causal)
     _check(query, key, value, coupling, num_features, options)
     tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
     m, k, keys = num_features, key.shape[-2], jax.random.key(seed)

@@ -49,7 +49,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import couplings
-from performer.attention.masks import key_mask
+from performer.attention.masks import key_mask, segments, truth
 from performer.choices import positive_number, unknown
 from performer.typing import Coupling, float32_or_wider
 
@@ -104,6 +104,7 @@ def calibrate(
     scale: float | None = None,
     mask: ArrayLike | None = None,
     is_causal: bool = False,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
     beside_exact: bool = False,
 ) -> Calibration:
     """Fit a calibration to queries and keys, for each key head.
@@ -118,6 +119,7 @@ def calibrate(
         scale: factor on q.k; 1 / sqrt(h) if None.
         mask: keys that exist, as in `performer_attention`.
         is_causal: only pairs whose key is not later than the query.
+        segment_ids: only pairs of one segment, as in `performer_attention`.
         beside_exact: for attention with `exact_keys` or an `exact_window`. A tilt is then never
             traceless.
 
@@ -132,7 +134,8 @@ def calibrate(
         ... )
     """
     parts(method, coupling)
-    moments = pair_moments(query, key, scale=scale, mask=mask, is_causal=is_causal)
+    pairs: Any = dict(mask=mask, is_causal=is_causal, segment_ids=segment_ids)
+    moments = pair_moments(query, key, scale=scale, **pairs)
     return fit(moments, method=method, coupling=coupling, beside_exact=beside_exact)
 
 
@@ -143,6 +146,7 @@ def pair_moments(
     scale: float | None = None,
     mask: ArrayLike | None = None,
     is_causal: bool = False,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
     num_queries: int | None = None,
 ) -> Moments:
     """Second moment of (1, q, k) over the pairs of softmax attention.
@@ -156,6 +160,7 @@ def pair_moments(
         scale: factor on q.k; 1 / sqrt(h) if None.
         mask: keys that exist, as in `performer_attention`, or pairs, bool (..., 1, t, s).
         is_causal: only pairs whose key is not later than the query.
+        segment_ids: only pairs of one segment, as in `performer_attention`.
         num_queries: number of queries measured, evenly spaced; all if None.
 
     Returns:
@@ -177,17 +182,23 @@ def pair_moments(
         for x in (query, key)
     )
     if mask is not None and np.ndim(mask) > 1 and np.shape(mask)[-2] > 1:
-        pairs = jnp.broadcast_to(mask, (*lead, 1, query.shape[1], key.shape[1]))
+        pairs = jnp.broadcast_to(truth(mask), (*lead, 1, query.shape[1], key.shape[1]))
         pairs = pairs.reshape(len(query), *pairs.shape[-2:])
     else:
         keys = key_mask(mask, None, lead, key)
         pairs = None if keys is None else keys[:, None]
-    return _pair_moments(query, key, pairs, is_causal, num_queries)
+    ids = segments(segment_ids, lead, query, key)
+    return _pair_moments(query, key, pairs, ids, is_causal, num_queries)
 
 
-@partial(jax.jit, static_argnums=(3, 4))
+@partial(jax.jit, static_argnums=(4, 5))
 def _pair_moments(
-    query: Array, key: Array, pairs: Array | None, is_causal: bool, num_queries: int | None
+    query: Array,
+    key: Array,
+    pairs: Array | None,
+    ids: tuple[Array, Array | None] | None,
+    is_causal: bool,
+    num_queries: int | None,
 ) -> Moments:
     t, s, h, k = query.shape[1], key.shape[1], key.shape[-1], key.shape[-2]
     count = t if num_queries is None else min(num_queries, t)
@@ -200,6 +211,10 @@ def _pair_moments(
         exists = (
             exists[None, None] & (pairs if pairs.shape[1] == 1 else pairs[:, position])[:, None]
         )
+    if ids is not None:
+        of_query, of_key = ids[0], ids[0] if ids[1] is None else ids[1]
+        same = of_query[:, position, None] == of_key[:, None]
+        exists = exists & same[:, None]
     query = query[:, position].reshape(len(query), count, k, query.shape[2] // k, h)
     query = query.transpose(2, 0, 3, 1, 4)  # (k, b, g, t, h)
     key = key.transpose(2, 0, 1, 3)  # (k, b, s, h)

@@ -35,12 +35,7 @@ def key_mask(
                 " segment_ids; for any other mask that differs between queries or heads use exact"
                 " attention (jax.nn.dot_product_attention)"
             )
-        if (bad := first(mask, lambda x: ~(x >= 0))) is not None:
-            raise ValueError(
-                f"mask has the value {bad}: if it is added to the logits pass that as"
-                " key_log_weights, else 1 (or True) where a key exists and 0 where it does not"
-            )
-        keys = jnp.broadcast_to(mask.astype(bool), want).reshape(b, s)
+        keys = jnp.broadcast_to(truth(mask), want).reshape(b, s)
     if lengths is not None:
         bad, lengths = first(lengths, lambda x: ~(x >= 0)), jnp.asarray(lengths)
         if lengths.shape not in (lead, ()):
@@ -57,6 +52,16 @@ def key_mask(
         exists = index < jnp.broadcast_to(lengths.astype(jnp.int32), lead).reshape(b, 1)
         keys = exists if keys is None else keys & exists
     return keys
+
+
+def truth(mask: ArrayLike) -> Bool[Array, "..."]:
+    """The mask as booleans; raise ValueError for one that is added to logits."""
+    if (bad := first(mask, lambda x: ~(x >= 0))) is not None:
+        raise ValueError(
+            f"mask has the value {bad}: if it is added to the logits pass that as"
+            " key_log_weights, else 1 (or True) where a key exists and 0 where it does not"
+        )
+    return jnp.asarray(mask).astype(bool)
 
 
 def log_weights(

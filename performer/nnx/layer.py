@@ -169,10 +169,10 @@ class PerformerAttention(nnx.Module):
             else:
                 self.statistics[name] = Statistics(value)
 
-    def _measure(self, query: Array, key: Array, mask: ArrayLike | None, is_causal: bool) -> None:
-        old = self.statistics["moments"][...]
+    def _measure(self, query: Array, key: Array, **pairs: Any) -> None:
+        old, scale = self.statistics["moments"][...], dict(self.options).get("scale")
         moments = calibrations.pair_moments(
-            query, key, mask=mask, is_causal=is_causal, num_queries=self.num_queries
+            query, key, scale=scale, num_queries=self.num_queries, **pairs
         )
         if old.ndim == 2:
             moments = jnp.mean(moments, axis=0)
@@ -223,7 +223,7 @@ class PerformerAttention(nnx.Module):
             attend = over_tokens(attend, self.split)
         output, weights = attend(query, key, value)
         if self.statistics and not self.use_running_average:
-            self._measure(query, key, mask, is_causal)
+            self._measure(query, key, mask=mask, is_causal=is_causal, segment_ids=segment_ids)
         if module is not None:
             module.sow(nnx.Intermediate, "attention_weights", weights)
         return output

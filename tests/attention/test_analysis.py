@@ -165,6 +165,13 @@ def test_a_function_a_mask_and_a_scale():
     assert_matches(error, root * query, root * key, value, g, mask=mask)
 
 
+@pytest.mark.parametrize("name", ["feature_map", "alibi_slopes", "segment_ids", "exact_window_"])
+def test_options_that_are_not_measured_are_refused(name):
+    query, key, _ = inputs()
+    with pytest.raises(TypeError, match=f"attention_error has no {name}"):
+        attention_error(query, key, num_features=M, **{name: 1})
+
+
 def full_calibration():
     """For each key head a shift, a symmetric scale, a mean and a root that is not symmetric."""
     rng = np.random.default_rng(0)

@@ -199,3 +199,15 @@ def test_a_scale_is_shared_by_queries_and_keys():
     """Scores are scale q.k, so that moments are those of both times the root of the scale."""
     want = pair_moments(QUERY * 0.3**0.5, KEY * 0.3**0.5, scale=1.0)
     np.testing.assert_allclose(pair_moments(QUERY, KEY, scale=0.3), want, rtol=1e-5, atol=1e-6)
+
+
+def test_segments_are_calibrated_as_their_pairs():
+    """Each pair of one segment, in any order, also of queries and keys with their own numbers."""
+    ids = jnp.array([[2, 0, 2, 1, 0, 2, 1]] * len(KEY))
+    pairs = (ids[:, :, None] == ids[:, None])[:, None]
+    want = calibrate(KEY, KEY, mask=pairs)
+    for given in ids, (ids, ids + 0):
+        got = calibrate(KEY, KEY, segment_ids=given)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, want)
+    with pytest.raises(ValueError, match="mask has the value -1.0"):
+        pair_moments(KEY, KEY, mask=pairs - 1.0)

@@ -13,6 +13,7 @@ from flax import nnx
 import performer
 from performer import performer_attention
 from performer.nnx import PerformerAttention, redraw
+from tests.support import oracles
 from tests.support.tiers import tiers
 
 
@@ -141,6 +142,33 @@ def test_calibrated_causal_attention_does_not_see_the_future_in_training():
     changed = X.at[:, 3:].add(2.0)
     outputs = one(X, is_causal=True), two(changed, is_causal=True)
     np.testing.assert_array_equal(outputs[0][:, :3], outputs[1][:, :3])
+
+
+def test_the_pairs_of_the_call_are_measured():
+    """With the scale of the layer, within segments, and with the masks of Flax, which are floats."""
+    tokens = jax.random.normal(jax.random.key(1), (3, 2, 5, 2, 4))
+    scale = 0.9
+
+    def moments(**options):
+        attention = PerformerAttention(
+            16, 4, num_heads=2, calibration="full", momentum=0.0, scale=scale, rngs=nnx.Rngs(0)
+        )
+        attention(*tokens, **options)
+        return attention.statistics["moments"][...]
+
+    def want(start=0, end=5, **options):
+        some = (x[:, start:end] for x in tokens[:2])
+        return oracles.pair_moments(*some, scale=scale, **options)
+
+    check = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    check(moments(), want())
+    causal = nnx.make_causal_mask(jnp.ones((2, 5)))
+    assert causal.dtype == jnp.float32
+    check(moments(mask=causal), want(is_causal=True))
+    ids = jnp.array([[4, 4, 4, 1, 1]] * 2)
+    for options in {}, {"is_causal": True}:
+        packed = (3 * want(0, 3, **options) + 2 * want(3, 5, **options)) / 5
+        check(moments(segment_ids=ids, **options), packed)
 
 
 VALID = jnp.arange(5) < jnp.array([5, 3])[:, None]
