@@ -218,9 +218,9 @@ def attention_error(
     selected = Exact(*(exact.pop(f"exact_{name}", 0) for name in Exact._fields))
     if exact:
         raise TypeError(
-            f"attention_error has no {', '.join(exact)}: it measures positive features without"
-            " bias of the distance or packed sequences; compare performer.attention.attention_weights"
-            " with your softmax attention"
+            f"attention_error has no {', '.join(exact)}: it measures positive features without bias"
+            " of the distance or packed sequences; for others compare"
+            " performer.attention.attention_weights with softmax attention"
         )
     most = most or num_features
     options = selected.options | dict(calibration=calibration, scale=scale, is_causal=is_causal)

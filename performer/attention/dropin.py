@@ -64,7 +64,8 @@ def attention_fn(
     output = _row(output, position, -3)
     if not return_weights:
         return output, None
-    options["implementation"] = None  # unit values are as wide as there are keys
+    if options.get("implementation") == "pallas":  # unit values are as wide as there are keys
+        options["implementation"] = None
     return output, _row(attention_weights(query, key, frequencies, **options), position, -2)
 
 

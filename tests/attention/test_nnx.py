@@ -78,6 +78,23 @@ def test_decoding_is_causal_attention(options):
     np.testing.assert_allclose(jnp.concatenate(rows, axis=2), matrix, atol=1e-5)
 
 
+def test_sown_weights_are_those_of_the_implementation():
+    """Early queries see keys of norm 25 opposite to them, where only "robust" is accurate."""
+    rng = np.random.default_rng(0)
+    query, key = np.zeros((2, 1, 8, 1, 8), np.float32)
+    query[..., 0], key[0, :, 0, 0] = 25, np.repeat([-25, 25], 4)
+    key += 0.1 * rng.normal(size=key.shape)
+    value = rng.normal(size=(1, 8, 1, 4)).astype(np.float32)
+    options: dict = dict(coupling="orf", scale=1.0, implementation="robust")
+    attention = PerformerAttention(16, 8, num_heads=1, **options, rngs=nnx.Rngs(0))
+    module = nnx.Module()
+    tokens = [jnp.asarray(x) for x in (query, key, value)]
+    output = attention(*tokens, is_causal=True, module=module)
+    (matrix,) = nnx.state(module, nnx.Intermediate)["attention_weights"].get_value()
+    got = np.einsum("bnts,bsnv->btnv", matrix, value)
+    np.testing.assert_allclose(got, output, atol=1e-4)
+
+
 def two_layers(redraw_every):
     rngs = nnx.Rngs(params=0, frequencies=1)
     return nnx.List(
@@ -145,7 +162,7 @@ def test_calibrated_causal_attention_does_not_see_the_future_in_training():
 
 
 def test_the_pairs_of_the_call_are_measured():
-    """With the scale of the layer, within segments, and with the masks of Flax, which are floats."""
+    """With the scale of the layer, within segments, and with the masks of Flax: floats."""
     tokens = jax.random.normal(jax.random.key(1), (3, 2, 5, 2, 4))
     scale = 0.9
 
