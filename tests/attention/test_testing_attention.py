@@ -67,7 +67,8 @@ def wrong(
     top="features",
     dtype=None,
     stop=None,
-    detach=False,
+    detach="",
+    gain=0.0,
 ):
     """The estimate pair by pair, with a fault at each keyword."""
     if dtype is not None:
@@ -88,7 +89,7 @@ def wrong(
     of_key = jnp.einsum("bsnh,mh->bnsm", k, w, precision="highest")
     if half_norm:
         of_key = of_key - jnp.sum(k**2, axis=-1).swapaxes(1, 2)[..., None] / 2
-    if detach:
+    if detach and {"mask": mask is not None, "causal": is_causal}.get(detach, True):
         of_key = jax.lax.stop_gradient(of_key)
     allowed = jnp.ones((1, 1, q.shape[1], k.shape[1]), bool)
     if is_causal:
@@ -106,7 +107,7 @@ def wrong(
     total = jnp.sum(kernel, axis=-1, keepdims=True) + (epsilon if top == "features" else 0)
     out = jnp.einsum("bnts,bsnv->btnv", kernel / jnp.where(total == 0, 1, total), v)
     out = out if stop is None else jnp.where(jnp.arange(out.shape[1])[:, None, None] < stop, out, 0)
-    return out.astype(value.dtype)
+    return (out * (1 + gain)).astype(value.dtype)
 
 
 FAULTS = {
@@ -122,7 +123,19 @@ FAULTS = {
     "a global maximum without epsilon": (dict(top="all"), r"norms \(norm=100.*one maximum for all"),
     "only 8 queries": (dict(stop=8), r"shapes \(default sizes\): batch entry \d, query 8"),
     "bfloat16 inside": (dict(dtype=jnp.bfloat16), r"shapes \(.* or from products in low precisi"),
-    "no gradient of keys": (dict(detach=True), "gradients: the derivative .* of the key"),
+    "no gradient of keys": (
+        dict(detach="always"),
+        r"gradients \(default .* the derivative .* of the key",
+    ),
+    "no gradient of keys if masked": (
+        dict(detach="mask"),
+        r"gradients \(masked=True\): .* the key",
+    ),
+    "no gradient of keys if causal": (
+        dict(detach="causal"),
+        r"gradients \(is_causal=True\): .* key",
+    ),
+    "a gain that no suspect explains": (dict(gain=1e-5), r"one token \((?!.*This is).*$"),
 }
 
 
@@ -147,6 +160,8 @@ def test_leaks_from_the_future_are_found():
     for leak in (dict(see=1), dict(top="all", epsilon=1e-6)):
         with pytest.raises(AssertionError, match="change the output of token"):
             testing.assert_causal(partial(wrong, is_causal=True, **leak))
+    two = [jnp.asarray(x) for x in testing.attention.Case(t=2, s=2).arrays()]
+    testing.assert_causal(partial(performer_attention, is_causal=True), *two)
     with pytest.raises(AssertionError, match="does not depend on the tokens"):
         testing.assert_causal(lambda query, key, value, frequencies: jnp.ones_like(query))
 
