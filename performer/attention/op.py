@@ -400,7 +400,7 @@ def _on_platform(arrays, exact: Exact, plan: Plan, direct: bool):
     batch_and_heads = key.shape[0] * key.shape[2]
 
     def on(platform):
-        whole = 2 * (query.shape[1] + key.shape[1])
+        whole = 2 * (query.shape[1] + key.shape[1]) + 1  # not 0 without tokens
         chunk, block = whole, whole
         if not direct:
             length = max_dim(query.shape[1], key.shape[1])

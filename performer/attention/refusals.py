@@ -213,14 +213,18 @@ def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
             raise ValueError(f"weights must not be negative, got {bad}")
 
 
-def check_state(
-    state: State | WindowState, tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs
-) -> None:
-    """Raise ValueError for a state of calls with other frequencies, heads or exact keys.
+def check_state(state: Any, tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) -> None:
+    """Raise ValueError for what is no state, or one of other frequencies, heads or exact keys.
 
     State and tokens have the batch axes of the call.
     """
     (*lead, _, n, _), k = tokens.query.shape, tokens.key.shape[-2]
+    if not isinstance(state, State | WindowState):
+        raise ValueError(
+            f"initial_state is a {type(state).__name__}; expected the State or WindowState of a"
+            " call with return_state=True: restore a saved one into that structure, for example by"
+            " jax.tree.unflatten"
+        )
     far, earlier = state, Exact()
     if isinstance(state, WindowState):
         far, near, first = state.far, state.near, state.first

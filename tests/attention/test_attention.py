@@ -91,7 +91,9 @@ def test_a_piece_without_tokens_leaves_the_state(window, first):
         )
         assert output.shape == (2, end - start, 4, V)
     jax.tree.map(np.testing.assert_array_equal, state, before)
-    assert performer_attention(*piece, tokens[3], **options).shape == (2, 0, 4, V)
+    for implementation in None, "direct":
+        options["implementation"] = implementation
+        assert performer_attention(*piece, tokens[3], **options).shape == (2, 0, 4, V)
 
 
 # Precision, transformations, memory
@@ -321,3 +323,11 @@ def test_states_of_other_options_are_refused(of_state, of_call, message):
     args = inputs(b=of_call.pop("b", 2))
     with pytest.raises(ValueError, match=message):
         performer_attention(*args, initial_state=state, **options, **of_call)
+
+
+def test_a_state_without_its_type_is_refused():
+    """As restored by a library that keeps dictionaries and lists alone."""
+    _, state = performer_attention(*inputs(), return_state=True)
+    for restored in state._asdict(), list(state):
+        with pytest.raises(ValueError, match=r"initial_state is a (dict|list); expected the State"):
+            inspect.unwrap(performer_attention)(*inputs(), initial_state=restored)
