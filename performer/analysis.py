@@ -222,7 +222,7 @@ def attention_error(
             " of the distance or packed sequences; for others compare"
             " performer.attention.attention_weights with softmax attention"
         )
-    most = most or num_features
+    most = max(1, most or num_features)
     options = selected.options | dict(calibration=calibration, scale=scale, is_causal=is_causal)
     _check(query, key, value, coupling, num_features, options)
     tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
@@ -503,7 +503,7 @@ def _block(
         top_key = jnp.max(on_keys, axis=0)
         on_queries = moved_query @ w.T + top_key  # (r, m)
         top = jnp.max(on_queries, axis=-1, keepdims=True)
-        kernel = jnp.exp(on_queries - top) @ jnp.exp(on_keys - finite(top_key)).T
+        kernel = jnp.exp(on_queries - finite(top)) @ jnp.exp(on_keys - finite(top_key)).T
         kernel = jnp.where(allowed, kernel, 0)
         if selected is not None:
             positions = jnp.arange(len(key))
@@ -512,10 +512,10 @@ def _block(
             near = allowed & (near if ranks is None else near | (ranks < selected.keys))
             exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)
             new = jnp.maximum(top, jnp.max(exact, axis=-1, keepdims=True))
-            kernel = jnp.where(near, jnp.exp(exact - new), kernel * jnp.exp(top - new))
-            top = new
-        total = jnp.sum(kernel, axis=-1, keepdims=True)  # at least 1 without a window
-        estimate = kernel / total
+            shares = jnp.exp(exact - finite(new)), kernel * jnp.exp(top - finite(new))
+            kernel, top = jnp.where(near, *shares), finite(new)
+        total = jnp.sum(kernel, axis=-1, keepdims=True)  # at least 1 with features alone
+        estimate = kernel / jnp.where(total == 0, 1, total)  # without features or near keys
         rho = total * jnp.exp(top + offset)
         change = estimate * rho - mean
         residual = jnp.sqrt(i / (i + 1)) * change

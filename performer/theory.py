@@ -24,7 +24,7 @@ independent, and the average includes all pairs.
 Sources: SimRF Sec. 3, 4, App. A; VRC Sec. 3.1, App. A.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -99,7 +99,7 @@ def kernel_mse(
         if choice not in choices:
             raise ValueError(unknown(kind, choice, choices))
     x, y = np.broadcast_arrays(np.asarray(x, np.float64), np.asarray(y, np.float64))
-    d = x.shape[-1]
+    d, coupling = x.shape[-1], _known(coupling, m)
     norms = np.sum(x**2, axis=-1) + np.sum(y**2, axis=-1)
     # The prefactor goes into all exponents, since it may be 0 times inf.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -137,6 +137,20 @@ def pair_length_pdf(name: Literal["iid", "orf", "simrf"], r: ArrayLike, d: int) 
     return np.exp(log_pdf) @ weights
 
 
+def _known(coupling: str | Coupling, m: int) -> Blocks | Antithetic:
+    """Return the coupling, or raise ValueError without a theory of m of its frequencies."""
+    coupling = couplings.get(coupling)
+    inner = coupling.coupling if isinstance(coupling, Antithetic) else coupling
+    if not isinstance(inner, Blocks) or inner not in map(couplings.get, NAMES):
+        raise ValueError(
+            f"no theory of {inner!r}; there is one of {', '.join(NAMES)}, and of their antithetic"
+            " versions"
+        )
+    if isinstance(coupling, Antithetic) and m % 2:
+        raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
+    return cast(Any, coupling)
+
+
 def _mean_pair(
     coupling: str | Coupling,
     t: Array,
@@ -146,13 +160,11 @@ def _mean_pair(
     log_factor: ArrayLike = 0.0,
 ) -> Array:
     """Return exp(log_factor) pair_s(t), averaged over signs and ordered pairs of m frequencies."""
-    f, coupling = np.asarray(log_factor), couplings.get(coupling)
+    f, coupling = np.asarray(log_factor), _known(coupling, m)
     if m < 2:
         raise ValueError(f"a pair needs m >= 2 frequencies, got m = {m}")
-    if not isinstance(coupling, Antithetic):
+    if isinstance(coupling, Blocks):
         return np.mean([_mean_pair_of_blocks(coupling, t, d, m, s, f) for s in signs], axis=0)
-    if m % 2:
-        raise ValueError(f"antithetic couplings need an even number of features, got m = {m}")
     # [W, -W]: m ordered pairs of w and -w; else two rows of W, each sign twice.
     opposite, half = np.mean([np.exp(f + (1 - s) * t) for s in signs], axis=0), m // 2
     if half == 1:
@@ -161,15 +173,8 @@ def _mean_pair(
     return (m * opposite + 4 * half * (half - 1) * others) / (m * (m - 1))
 
 
-def _mean_pair_of_blocks(
-    coupling: Coupling, t: Array, d: int, m: int, sign: int, f: Array
-) -> Array:
+def _mean_pair_of_blocks(coupling: Blocks, t: Array, d: int, m: int, sign: int, f: Array) -> Array:
     """Return the average over ordered pairs of m rows in independent blocks of d."""
-    if not isinstance(coupling, Blocks) or coupling not in map(couplings.get, NAMES):
-        raise ValueError(
-            f"no theory of {coupling!r}; there is one of {', '.join(NAMES)}, and of their"
-            " antithetic versions"
-        )
     within = _pair_of_a_block(coupling, t, d, sign, f)
     sizes = [min(d, m - start) for start in range(0, m, d)]
     number = sum(size * (size - 1) for size in sizes)

@@ -201,6 +201,22 @@ def test_a_calibration():
     assert np.abs(score).max() < 5
 
 
+def test_a_window_without_features():
+    """The first query sees a far key alone, which is not estimated: its row is 0."""
+    _, key, value = inputs()
+    query, mask = jnp.repeat(key, N // K, axis=-2), np.arange(S) >= 2
+    window: dict = dict(exact_window=1, mask=mask)
+    error = attention_error(query, key, value, num_features=0, draws=3, **window)
+    estimate = np.asarray(attention_weights(query, key, None, **window), np.float64)
+    assert not estimate[:, :, 0].any()
+    repeated = np.repeat(np.asarray(key, np.float64), N // K, axis=-2)
+    kernel = mask * np.exp(np.einsum("bthx,bshx->bhts", repeated, repeated) / H**0.5)
+    A = kernel / kernel.sum(axis=-1, keepdims=True)
+    want = np.sum((estimate - A) ** 2, (-2, -1)) / np.sum(A**2, (-2, -1))
+    np.testing.assert_allclose(error.attention.value, want, rtol=1e-4)
+    assert all(np.isfinite(leaf).all() for leaf in (*error.output, *error.row_sum))
+
+
 @pytest.mark.thorough
 def test_an_exact_window_is_that_of_the_package():
     """With as many queries as keys; all pairs exact are no error, and row sums are exact then."""

@@ -138,6 +138,8 @@ def of_couplings():
         (call(quadrature.gram, ones(1, 3), ones(1, 3), rule, "gauss"), "unknown kernel 'gauss'"),
         (call(quadrature.feature_maps, ones(1, 3), rule, kernels.matern(1.5)), r"N\(0, I\), not"),
         (call(theory.conformity, "sorf", 1.0, 4, 4), "no theory of couplings.Padded"),
+        (call(theory.kernel_mse, "fixed", X[0], X[1], 1), "no theory of"),
+        (call(theory.kernel_mse, "orf-antithetic", X[0], X[1], 1), "even .* got m = 1"),
         (call(theory.conformity, "orf", 1.0, 4, 1), "m >= 2 frequencies, got m = 1"),
         (call(theory.conformity, "orf-antithetic", 1.0, 4, 5), "even number of features, got m ="),
         (call(theory.conformity, "simrf", 1.0, 1, 4), "d >= 2, got d = 1"),
