@@ -155,7 +155,8 @@ def errors(
     for seed in range(data.DATA_SETS):
         pair = data.DATA[kind](squared_norm, seed, 2 * data.TOKENS)
         (query, others), (key, other_keys) = (jnp.split(x, 2) for x in pair)
-        fitted = calibrate(others, other_keys, coupling=name, method=method, scale=1.0)
+        how: Any = dict(coupling=name, method=method, scale=1.0, beside_exact=window > 0)
+        fitted = calibrate(others, other_keys, **how)
         options: Any = dict(num_features=m, draws=draws, seed=seed, scale=1.0, calibration=fitted)
         error = attention_error(query, key, coupling=name, exact_window=window, **options)
         pairs.append((error.attention.value[0], error.uniform_attention[0]))

@@ -40,12 +40,13 @@ def test_tables(tmp_path, monkeypatch):
 
 
 def test_calibrations_are_scored_on_other_tokens(monkeypatch):
-    """What is fitted and what is scored has no token in common."""
-    seen = []
+    """What is fitted and what is scored has no token in common; a window is fitted beside."""
+    seen, beside = [], []
     fit, score = errors.calibrate, errors.attention_error
 
     def calibrate(query, key, **options):
         seen.append((np.asarray(query), np.asarray(key)))
+        beside.append(options.get("beside_exact", False))
         return fit(query, key, **options)
 
     def attention_error(query, key, **options):
@@ -60,3 +61,5 @@ def test_calibrations_are_scored_on_other_tokens(monkeypatch):
     monkeypatch.setattr(attention_data, "DATA_SETS", 2)
     values, uniform = errors.errors("anisotropic", 1.0, ("orf", "full", 0), 16, 3)
     assert len(seen) == len(values) == len(uniform) == 2
+    errors.errors("anisotropic", 1.0, ("orf", "full", 16), 16, 3)
+    assert beside == [False, False, True, True]
