@@ -182,8 +182,9 @@ def help_text(values: flags.FlagValues, program: str = "") -> str:
     for name, flag in own_flags(values).items():
         default = "" if flag.boolean else (flag.default_as_str or "").strip("'")
         shown = f"--[no]{name}" if flag.boolean else f"--{name}"
-        given = "" if default in ("", "None") else f"; default {default}"
-        lines += _row(shown, f"{flag.help}{given}")
+        given = "" if default in ("", "None", "[]") else f"; default {default}"
+        words = str(flag.help).partition(";\n")[0]  # absl adds to flags that may be repeated
+        lines += _row(shown, f"{words}{given}")
     if "config" in values:
         lines += ["", HEADING]
         section = None
