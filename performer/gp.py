@@ -85,6 +85,7 @@ class Scales(NamedTuple):
 class GaussianProcess:
     """A Gaussian process with the data that it has seen: fit, predict, sample.
 
+    Its prior mean is 0: subtract the mean of the training values first.
     With `frequencies` the kernel is that of its random features, in O(N m^2) instead of O(N^3).
 
     Example:

@@ -6,7 +6,7 @@
     model.predict(["cat.jpg"]).top(3)           # class names and probabilities
     model.features(images)                      # input of the head
 
-    model = vit.fit(images, labels, config="digits", workdir="runs/mine")     # trains on arrays
+    model = vit.fit(images, labels, workdir="runs/mine")        # trains on arrays
 
 `performer-vit` lists the commands; `performer-vit train` is `python -m vit.train`.
 """

@@ -51,7 +51,8 @@ def test_order_is_in_joint_errors():
     ("values", "counts", "word"),
     [
         ([True, True], (2, 2, 0), "agrees"),
-        ([0.5, 2.5, -1.9], (3, 3, 1), "agrees"),
+        ([0.5, 2.5, -1.9], (3, 3, 1), "not contradicted"),
+        ([2.5, 2.5, -1.9], (3, 3, 2), "agrees"),
         ([3.0] * 19 + [-3.0], (19, 20, 19), "agrees but for the reason"),
         ([True, False], (1, 2, 0), "in part, not the reason"),
         ([False, False, True], (1, 3, 0), "does not: the reason"),
