@@ -12,8 +12,8 @@ Each item of the four papers is a number of comparisons, of which some agree:
 
 The papers' figures have no numbers, so that only orders can be compared. By chance 5% of the
 comparisons may fail. An item "agrees" if 90% of its comparisons do (but for the named ones), agrees
-"in part" if half of them do, and "does not" agree otherwise. An order that is shown in less than half
-of the comparisons is "not contradicted".
+"in part" if half of them do, and "does not" agree otherwise. An order that is shown in less than
+half of the comparisons is "not contradicted".
 """
 
 import csv

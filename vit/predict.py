@@ -185,7 +185,7 @@ def main(
     if not number:
         sys.exit(1)
     command = cli.command("export", workdir=workdir, out=f"{workdir.name}.stablehlo")
-    print(f"to serve it elsewhere: {command}")
+    print(f"to serve it elsewhere: {command}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,10 @@ def listed(images: Any) -> list[Any]:
         return [images]
     shape = getattr(images, "shape", ())
     if len(shape) == 2 or (len(shape) == 3 and shape[-1] in (1, 3)):
-        raise ValueError(f"one image of shape {shape}: put it into a list, [image]")
+        raise ValueError(
+            f"images have the shape {shape}: give (n, height, width) or (n, height, width,"
+            " channels), one image as [image]"
+        )
     if not (listed := list(images)):
         raise ValueError("no images are given")
     return listed

@@ -39,6 +39,7 @@ def message(*given):
     [
         ("--config.learning_rate=1", "--config.optim.learning_rate"),
         ("--coupling=pm", "--config.attention.coupling"),
+        ("--attention=softmax", "--config.attention.kind"),
         ("--config.attention.cupling=pm", "--config.attention.coupling"),
         ("--wrkdir=x", "--workdir"),
         ("--config.optim.lr=1", "--config.optim.learning_rate"),

@@ -92,7 +92,7 @@ REFUSED = [
         {"attention.blocks": (*[config.Block()] * 3, config.Block("softmaxx"))},
         r"unknown config.attention.blocks\[3\].kind 'softmaxx'; did you mean 'softmax'",
     ),
-    ({"attention.calibration": "ful"}, "calibration='ful', .*: unknown .*; did you mean 'full'"),
+    ({"attention.calibration": "ful"}, "calibration='ful': unknown .*; did you mean 'full'"),
     (
         {"attention.coupling": "pm-antithetic", "attention.num_features": 7},
         "even number of features, got m = 7",

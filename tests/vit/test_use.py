@@ -135,7 +135,7 @@ def test_images_are_those_of_the_evaluation(model, tmp_path):
     ("images", "message"),
     [
         ([], "no images are given"),
-        (noise(20, 30, 3), r"one image of shape \(20, 30, 3\): put it into a list"),
+        (noise(20, 30, 3), r"images have the shape \(20, 30, 3\): give .* one image as \[image\]"),
         (noise(2, 8, 8) / 255, "array of float64: give uint8"),
         ([Image.fromarray(np.float32(noise(8, 8) / 255))], "array of float32: give uint8"),
         ([noise(8, 8, 4)], r"its shape is \(8, 8, 4\): give"),

@@ -155,7 +155,9 @@ def nearest(argument: str, values: flags.FlagValues) -> str | None:
     known = {flag: f"--{flag}" for flag in own_flags(values)}
     if "config" in values:
         fields = {f"config.{field}": f"--config.{field}" for field in TYPES}
-        known |= fields | {field.split(".")[-1]: f"--config.{field}" for field in TYPES} | known
+        ends = {field.split(".")[-1]: f"--config.{field}" for field in TYPES}
+        sections = {x.split(".")[0]: f"--config.{x}" for x in reversed(TYPES) if "." in x}
+        known = sections | fields | ends | known  # a section stands for its first field
     word = name.lstrip("-").lower().replace("-", "_")
     last = word.split(".")[-1]
     word = last if word not in known and last in known else word

@@ -192,13 +192,13 @@ class Attention:
     calibration: str = _field(
         "none",
         "Calibration of the features by running statistics of queries and keys.",
-        f"none, {', '.join(performer.calibration.METHODS)}, or their parts joined by +",
+        f"{', '.join(performer.calibration.METHODS)}, or their parts joined by +",
     )
     redraw_every: int = _count(0, "Training steps between draws of the frequencies; 0: one draw.")
     implementation: str = _choice(
         "auto blocked pallas",
         """Implementation of `performer_attention`: "auto" for kernels on an NVIDIA GPU where they
-        support the call, "blocked" by XLA, or "pallas", kernels for GPU and TPU (not yet run).""",
+        support the call, "blocked" by XLA, or "pallas", kernels for GPU and (not yet run) TPU.""",
     )
     exact_window: int = _count(
         0,

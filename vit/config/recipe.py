@@ -135,20 +135,25 @@ def for_data_set(where: str) -> Derived:
         ValueError: when the folder is no prepared data set or has no split for evaluation; or as
             `data.load`.
     """
+    if not where:
+        prepare = command("prepare", source="PICTURES", out="data")
+        raise ValueError(
+            "give the folder of a prepared data set, --config=my_images:data/photos; it is prepared"
+            f" from a folder of pictures by {prepare}"
+        )
     folder = buckets.path(where)
     if not folder.is_dir():
         prepare = command("prepare", source="PICTURES", out=folder.parent)
         raise ValueError(
-            f"--config=my_images:{where or 'data/photos'}: there is no folder {folder.resolve()}; a"
-            f" data set is prepared from a folder of pictures by {prepare}"
+            f"--config=my_images:{where}: there is no folder {folder.resolve()}; a data set is"
+            f" prepared from a folder of pictures by {prepare}"
         )
     section = Data(name=folder.name, dir=str(folder.parent), batch_size=1, eval_split="train")
     try:
         splits = data.splits(section)
     except ValueError as error:
         raise ValueError(
-            f"--config=my_images:{where or 'data/photos'} gives the folder of a prepared data set:"
-            f" {error}"
+            f"--config=my_images:{where} gives the folder of a prepared data set: {error}"
         ) from error
     evaluated = next((name for name in ("validation", "test") if name in splits), None)
     if evaluated is None or "train" not in splits:

@@ -112,6 +112,7 @@ def validate(config: Config) -> None:
                 jax.eval_shape(partial(draw, **sizes), jax.random.key(0))
     except ValueError as error:
         fields = ("calibration", "coupling", "feature_map", "num_features")
+        fields = [x for x in fields if str(error).startswith(f"unknown {x} ")] or fields
         names = [f"attention.{name}" for name in fields]
         names += [BLOCKS] * bool(attention.blocks)
         given = ", ".join(f"config.{name}={flat[name]!r}" for name in names)

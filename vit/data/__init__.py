@@ -305,10 +305,12 @@ def _from_tfds(data: config.Data) -> Dataset:
             source = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
             len(source)
         except Exception as error:  # TFDS raises many kinds for what stands in brackets
+            reason = str(error).splitlines()[-1] if split.partition("[")[0] in known else ""
             raise ValueError(
                 f"config.data.{field}={split!r} is no split of {data.name!r}, or part of one, as"
                 f" 'train[:500]' or 'train[90%:]'; choices: {', '.join(known)}"
-                f" ({str(error).splitlines()[-1]})"
+                + f" ({reason})"
+                * bool(reason)
             ) from error
         sources.append(source)
     folder = epath.Path(builder.data_path)
@@ -348,9 +350,9 @@ def _builder(data: config.Data) -> Any:
             prepare = command("prepare", source=folder, out="data")
             raise ValueError(f"{folder} holds raw pictures: make a data set of them by {prepare}")
     prepare = command("prepare", source="FOLDER", out=data.dir or "data")
+    names = unknown("config.data.name", data.name, ["digits", *folders])
     raise ValueError(
-        f"{unknown('config.data.name', data.name, ['digits', *folders])} (those in"
-        f" config.data.dir={data.dir!r}; make a data set of pictures by {prepare})"
+        f"{names} (those in config.data.dir={data.dir!r}; make a data set of pictures by {prepare})"
     )
 
 

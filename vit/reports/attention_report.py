@@ -171,4 +171,20 @@ def report_attention(
     title = f"{workdir.name}: {attention.coupling}, m = {attention.num_features}"
     title += f", calibration {calibration}"
     title += f", window {attention.exact_window}" * (attention.exact_window > 0)
-    return write(records, out, title)
+    return note(workdir, config) + write(records, out, title)
+
+
+def note(workdir: Path, config: configs.Config) -> str:
+    """What the errors are of, where it is not the attention that the run computes."""
+    attention = config.attention
+    if attention.kind == "softmax":
+        return (
+            "The run has softmax attention. These are the errors that features would have:"
+            f" {attention.coupling}, m = {attention.num_features}, not calibrated.\n\n"
+        )
+    if (workdir / "heads.csv").exists():  # of vit.convert
+        return (
+            f"These are errors of new draws. {workdir / 'heads.csv'} has those of the run's own"
+            " frequencies, which may be refined.\n\n"
+        )
+    return ""

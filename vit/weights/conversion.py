@@ -131,7 +131,7 @@ def errors(task: Task, old: Model, new: Model, samples: Sequence[Sample]) -> lis
         task: task of the models.
         old: model with exact attention; layers of `new` of the same kind have the error 0.
         new: model with another attention.
-        seen: queries and keys of each layer of `old`.
+        samples: queries and keys of each layer of `old`.
     """
     pairs = zip(task.layers(old), task.layers(new), samples, strict=True)
     return [
