@@ -167,8 +167,11 @@ def test_refusals(converted, softmax_run, tmp_path):
 def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
     text = evaluate.report_attention(softmax_run, tmp_path / "softmax", images=2, draws=3)
     assert "of 4 heads are worse than uniform attention" in text
+    assert text.startswith("The run has softmax attention. These are the errors that features would")
     own = evaluate.report_attention(converted[0], tmp_path / "own", images=2, draws=3)
-    assert own.splitlines()[0].startswith("| layer | head | attention error |")
+    told, _, first, *_ = own.splitlines()
+    assert told.startswith(f"These are errors of new draws. {converted[0] / 'heads.csv'} has")
+    assert first.startswith("| layer | head | attention error |")
     for name in ("softmax", "own"):
         for suffix in ("csv", "md", "png"):
             assert (tmp_path / f"{name}.{suffix}").exists()

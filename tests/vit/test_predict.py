@@ -116,11 +116,11 @@ def command(capsys, workdir):
 def test_the_command(command, workdir, folder):
     """Writes the table, names and counts what cannot be read, and says what can be done next."""
     table = folder / "table.csv"
-    said, told = command(folder, csv=table, top=2)
+    _, told = command(folder, csv=table, top=2)
     assert told.startswith(f"loading {workdir} and compiling the model\n")
     assert "broken.png cannot be read as an image: it is none of" in told
     assert f"3 pictures -> {table}; 1 could not be read" in told
-    assert f"export --workdir={workdir}" in said
+    assert f"export --workdir={workdir}" in told
     lines = list(csv.reader(table.open()))
     assert lines[0] == ["file", "class 1", "probability 1", "class 2", "probability 2"]
     assert [Path(line[0]).name for line in lines[1:]] == ["a.png", "b.JPG", "c.bmp"]
