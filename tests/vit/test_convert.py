@@ -167,7 +167,7 @@ def test_refusals(converted, softmax_run, tmp_path):
 def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
     text = evaluate.report_attention(softmax_run, tmp_path / "softmax", images=2, draws=3)
     assert "of 4 heads are worse than uniform attention" in text
-    assert text.startswith("The run has softmax attention. These are the errors that features would")
+    assert text.startswith("The run has softmax attention. These are the errors that features")
     own = evaluate.report_attention(converted[0], tmp_path / "own", images=2, draws=3)
     told, _, first, *_ = own.splitlines()
     assert told.startswith(f"These are errors of new draws. {converted[0] / 'heads.csv'} has")
