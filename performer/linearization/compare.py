@@ -105,6 +105,11 @@ def constant_agreement(values: Values, place: Place, setting: Setting) -> Agreem
     for name, same in agreed.items():
         if not same:
             (t, s), (before, keys_before) = lengths(place), setting.lengths
+            if (t, s) == (before, keys_before):
+                raise ValueError(
+                    f"{place.line}: its {name} is another one with these arguments than with those"
+                    " it was measured with: make what differs an array, or linearize for each"
+                )
             raise ValueError(
                 f"{place.line}: its {name} is of another kind with {t} queries and {s} keys than"
                 f" with the {before} and {keys_before} it was measured with: linearize on batches"

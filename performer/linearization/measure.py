@@ -80,16 +80,17 @@ def observe(
 
 
 def program_of(
-    function: Callable[..., Any], arguments: Sequence[Any]
+    function: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any] | None = None
 ) -> tuple[Program, list[Any], Any]:
     """The program for these arguments, the arrays among them, the structure of the result."""
-    leaves, tree = jax.tree.flatten(tuple(arguments))
+    leaves, tree = jax.tree.flatten((tuple(arguments), keywords or {}))
     given = [hasattr(x, "shape") for x in leaves]
 
     def from_arrays(*arrays: Any) -> Any:
         left = iter(arrays)
         both = [next(left) if is_array else x for x, is_array in zip(leaves, given, strict=True)]
-        return function(*jax.tree.unflatten(tree, both))
+        positional, named = jax.tree.unflatten(tree, both)
+        return function(*positional, **named)
 
     arrays = [x for x, is_array in zip(leaves, given, strict=True) if is_array]
     program, result = traced(from_arrays, arrays)
@@ -134,7 +135,8 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
             f"{path}: queries or keys are not finite: is there a NaN in the batches or parameters?"
         )
     requirements = {
-        "its scores are not scale q.k + bias: is there a soft cap?": record["affine"],
+        "its scores are not scale q.k + bias: is there a soft cap, or a scale that differs between"
+        " queries?": record["affine"],
         "its masks differ between heads": record["same heads"],
         "a bias that is no mask": record["alibi"],
         "softmax(scale q.k + bias) v is not what it computes: is there dropout, or a division after"

@@ -107,6 +107,11 @@ class Options:
         """Return the recipes to try for a layer, the cheapest first."""
         h, (t, s), exact = layer.head_dim, layer.lengths, layer.supported(self.exact or NOT_EXACT)
         most = 2 * h if self.num_features is None else self.num_features
+        if most == 0 and not exact.window:
+            raise ValueError(
+                f"{layer.path} has no exact_window, for {SQUARE}, and num_features=0 leaves it"
+                " nothing else: leave it exact by where"
+            )
         if self.sized and self.tolerance is None:
             return [Recipe(most, exact)]
         if self.sized:

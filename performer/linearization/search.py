@@ -36,11 +36,13 @@ from performer.linearization.layout import (
     moved,
 )
 from performer.linearization.program import (
+    Constants,
     Left,
     Op,
     Place,
     Program,
     Ref,
+    Traced,
     inlined,
     left_in,
     places_in,
@@ -59,7 +61,20 @@ READ_ELSEWHERE = (
     "its weights are read elsewhere, as by an output, a second product, a division after the"
     " product with v, or a derivative: linearize first, then differentiate"
 )
+SEVERAL = "its keys, or entries of queries and keys, have more than one axis: reshape them to one"
 COMPARISONS = {"lt", "le", "gt", "ge", "sort", "top_k"}
+ROUNDING = 1e-6
+"""Largest number that may be added to the weights or their sum, such as against 0 / 0."""
+NEUTRAL = {
+    "mul": lambda x: x == 1,
+    "div": lambda x: x == 1,
+    "add": lambda x: abs(x) <= ROUNDING,
+    "sub": lambda x: abs(x) <= ROUNDING,
+    "max": lambda x: x <= ROUNDING,
+    "min": lambda x: x >= 1,
+    **dict.fromkeys(("pow", "clamp", "custom_jvp_call"), lambda x: False),
+}
+"""Operation of weights and a number -> is it still softmax? It is for other operations."""
 AFFINE = {
     *("add", "add_any", "convert_element_type", "copy", "div", "mul", "name", "neg"),
     *("optimization_barrier", "reduce_precision", "select_n", "sharding_constraint", "sub"),
@@ -183,12 +198,20 @@ def _place(
         ops[i].name for i in inside if ops[i].name not in {*MOVES, "convert_element_type"}
     )
     product = ops[output].equation
+    (contracted, _), _ = ops[scores].equation.params["dimension_numbers"]
     summed = product.params["dimension_numbers"][0][number]
     attention = {scores, *_between(program, scores, Ref(output))}
     if [product.invars[number].aval.shape[i] for i in summed] == [1]:
         program.attention |= attention
         program.single[output] = words
         return None
+    keys = [axes[weights.op][i] for i in summed]
+    path = _between(program, scores, weights)
+    if max(len(contracted), len(summed), *map(len, keys)) > 1 and all(keys):
+        whole = {atom for axis in keys for atom in axis}
+        sums = (i for i in path if ops[i].name == "reduce_sum")
+        if any(_reduced(program, axes, i) == whole for i in sums):
+            raise Unfit(SEVERAL)
     layout = Layout.of(ops[scores].equation, product, number, axes[weights.op])
     if layout is None:
         mixed = [x for i in summed for x in axes[weights.op][i] if x[0] == "batch"]
@@ -206,11 +229,16 @@ def _place(
     for when, known in (("before", layout.goal), ("after", axes[weights.op])):
         if {atom for axis in known for atom in axis} != whole:
             raise Unfit(f"axes of the scores are lost {when} the softmax, as by a mean over heads")
+    if not jnp.issubdtype(ops[scores].equation.outvars[0].aval.dtype, jnp.floating):
+        raise Unfit("its scores are integers, of quantized queries and keys")
+    if any(_reduced(program, axes, i) for i in chain):
+        raise Unfit("its scores are changed after their largest was subtracted, or normalized")
     layout.name_heads()
     varying = _varying(program)
     scope = ops[scores].scope
     along, masked, scaled = _dependence(program, layout, axes, scores, chain, varying)
     _require_softmax(program, scores, exponential, chain, weights, varying)
+    _require_keys(program, axes, [i for i in path if i not in chain], layout.keys)
     _require_affine(program, scores, chain, scaled, varying)
     program.attention |= attention
     operands = (x.aval for i in (scores, output) for x in ops[i].equation.invars)
@@ -316,15 +344,43 @@ def _require_softmax(
             # jax.nn.softmax(scores, where=mask) has the mask of the scores once more
             is_mask = name == "select_n" and number == 0
             same = is_mask and any(_is_same(program, ref, mask) for mask in masks)
-            if ref.op not in (scores, *path) and not same and not _is_number(program, ref, varying):
+            if ref.op in (scores, *path) or same:
+                continue
+            value = _number(program, ref, varying)
+            if value is None or not NEUTRAL.get(name, lambda x: True)(value):
                 raise Unfit("its weights are changed after the softmax, as by dropout")
 
 
-def _is_number(program: Program, ref: Ref, varying: set[int]) -> bool:
-    """True for a constant number, also if it was broadcast."""
+def _require_keys(
+    program: Program, axes: dict[int, list[Axis]], path: Sequence[int], keys: tuple
+) -> None:
+    """Raise Unfit for exponentials whose sum, or the shift before it, is not over the keys."""
+    for i in path:
+        name, over = program.ops[i].name, _reduced(program, axes, i)
+        if over is not None and (over != {keys} if name == "reduce_sum" else keys not in over):
+            raise Unfit("its exponentials are not divided by their sum over the keys")
+
+
+def _reduced(program: Program, axes: dict[int, list[Axis]], number: int) -> set | None:
+    """Atoms that a sum or a maximum is over; None for other operations and unknown axes."""
+    op = program.ops[number]
+    known = axes.get(op.inputs[0].op) if op.inputs and op.inputs[0].op is not None else None
+    if op.name not in ("reduce_sum", "reduce_max") or known is None:
+        return None
+    return {atom for i in op.equation.params["axes"] for atom in known[i]}
+
+
+def _number(program: Program, ref: Ref, varying: set[int]) -> float | None:
+    """A constant number, also if it was broadcast; None for anything else."""
     while ref.op is not None and program.ops[ref.op].name in {*MOVES, "convert_element_type"}:
         ref = program.ops[ref.op].inputs[0]
-    return not _varies(ref, varying) and math.prod(_shape(program, ref) or ()) == 1
+    if _varies(ref, varying) or math.prod(_shape(program, ref) or ()) != 1:
+        return None
+    try:
+        with jax.ensure_compile_time_eval():
+            return np.asarray(Constants(program).read(ref)).item()
+    except Traced:
+        return None
 
 
 def _is_same(program: Program, one: Ref, other: Ref) -> bool:

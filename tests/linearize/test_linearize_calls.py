@@ -384,6 +384,35 @@ def mean_of_heads(x):
     return jnp.mean(weights, axis=1) @ x
 
 
+def over_queries(x):
+    """Scores so small that any division by a sum gives their softmax."""
+    return jax.nn.softmax(1e-3 * x @ x.mT, axis=1) @ x
+
+
+def padded_sum(x, number=1e-3):
+    """With few keys, or a maximum near 0, it would be another function."""
+    weights = jnp.exp(x @ x.mT / 9)
+    return weights / (weights.sum(axis=-1, keepdims=True) + number) @ x
+
+
+def on_a_grid(x):
+    """Keys on two axes."""
+    x = x.reshape(2, 2, 3, 8)
+    weights = jax.nn.softmax(jnp.einsum("bijh,bklh->bijkl", x, x), axis=(3, 4))
+    return jnp.einsum("bijkl,bklh->bijh", weights, x)
+
+
+def quantized(x):
+    scores = jnp.einsum("bth,bsh->bts", *[x.astype(jnp.int8)] * 2, preferred_element_type=jnp.int32)
+    return jax.nn.softmax(scores / 9) @ x
+
+
+def scaled_after_the_shift(x):
+    scores = x @ x.mT
+    weights = jnp.exp((scores - scores.max(axis=-1, keepdims=True)) / 3)
+    return weights / weights.sum(axis=-1, keepdims=True) @ x
+
+
 SOME = {
     changed: "changed after the softmax",
     largest: "which scores are large",
@@ -393,6 +422,11 @@ SOME = {
     base_two: "have the base 2",
     shared_keys: "heads that its keys do not have",
     mean_of_heads: "lost after the softmax, as by a mean over heads",
+    over_queries: "not divided by their sum over the keys",
+    padded_sum: "changed after the softmax",
+    on_a_grid: "have more than one axis",
+    quantized: "integers",
+    scaled_after_the_shift: "after their largest was subtracted",
 }
 """Softmax attention at some lengths, for some arguments, or almost -> why it stays exact."""
 
@@ -402,6 +436,57 @@ def test_softmax_for_some_lengths_or_arguments_alone(function):
     more = {capped_by: (jnp.float32(1e6),), permuted: (jnp.arange(6),)}.get(function, ())
     with pytest.raises(ValueError, match=SOME[function]):
         performer.linearize(function, [(normal(0, 2, 6, 8), *more)], **EXACT)
+
+
+def static(x, scale=1 / 3, axis=-1, factor=1.0):
+    return factor * jax.nn.softmax(x @ x.mT * scale, axis=axis) @ x
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"axis": 1}, "computed differently"),
+        ({"factor": 0.5}, "computed differently"),
+        ({"scale": 0.5}, "its scale is another one with these arguments"),
+    ],
+    ids=["axis", "factor", "scale"],
+)
+def test_static_arguments_of_another_value(other, message):
+    """By name, also those that change nothing."""
+    new, x = replaced(static, [normal(0, 2, 6, 8)], **KEYS), normal(1, 2, 6, 8)
+    np.testing.assert_allclose(new(x, factor=1.0), static(x), atol=1e-4)
+    with pytest.raises(ValueError, match=message):
+        new(x, **other)
+
+
+def test_slopes_that_are_a_parameter():
+    """They may change, and have a derivative."""
+
+    def function(slope, x):
+        i = jnp.arange(x.shape[1])
+        return attend(tri(x), x, -slope * abs(i[:, None] - i))
+
+    x = normal(0, 2, 6, 8)
+    new = replaced(function, [jnp.float32(0.1), x], **EXACT)
+    both = (jax.value_and_grad(lambda *x, f=f: jnp.sum(f(*x) ** 2)) for f in (new, function))
+    agree(*both, jnp.float32(0.3), x, atol=1e-3)
+
+
+def test_other_entries_of_queries():
+    """Attention between channels has the tokens for entries."""
+
+    def channels(x):
+        return cross(x.mT[:, :, None], x.mT[:, :, None])
+
+    new = replaced(channels, [normal(0, 2, 6, 8)], num_features=4)
+    with pytest.raises(ValueError, match=r"calls.py:\d+: its queries had 6 entries .* have 9 here"):
+        new(normal(0, 2, 9, 8))
+
+
+def test_a_window_alone_requires_a_window():
+    arguments = [normal(0, 2, 9, 2, 8), normal(1, 2, 12, 2, 8)]
+    with pytest.raises(ValueError, match=r"calls.py:\d+ has no exact_window, for it requires"):
+        performer.linearize(cross, [tuple(arguments)], num_features=0, exact_window=4)
 
 
 def loss(x):
