@@ -62,6 +62,7 @@ READ_ELSEWHERE = (
     " product with v, or a derivative: linearize first, then differentiate"
 )
 SEVERAL = "its keys, or entries of queries and keys, have more than one axis: reshape them to one"
+SUM = "its scores are a sum of several products: if all are of queries and keys, concatenate these"
 COMPARISONS = {"lt", "le", "gt", "ge", "sort", "top_k"}
 ROUNDING = 1e-6
 """Largest number that may be added to the weights or their sum, such as against 0 / 0."""
@@ -75,6 +76,8 @@ NEUTRAL = {
     **dict.fromkeys(("pow", "clamp", "custom_jvp_call"), lambda x: False),
 }
 """Operation of weights and a number -> is it still softmax? It is for other operations."""
+SAME_NUMBER = {*MOVES, "convert_element_type", "pvary"}
+"""Operations on a constant that leave its number as it is; pvary cannot run outside a shard_map."""
 AFFINE = {
     *("add", "add_any", "convert_element_type", "copy", "div", "mul", "name", "neg"),
     *("optimization_barrier", "reduce_precision", "select_n", "sharding_constraint", "sub"),
@@ -212,7 +215,16 @@ def _place(
         sums = (i for i in path if ops[i].name == "reduce_sum")
         if any(_reduced(program, axes, i) == whole for i in sums):
             raise Unfit(SEVERAL)
-    layout = Layout.of(ops[scores].equation, product, number, axes[weights.op])
+    goal = _unshifted(program, exponential, axes)
+    chain = _between(program, scores, goal)
+    is_sum = _is_softmax(program, scores, exponential, output, weights)
+    is_sum = is_sum and _adds_product(program, {scores, *chain})
+    try:
+        layout = Layout.of(ops[scores].equation, product, number, axes[weights.op])
+    except Unfit as reason:
+        raise Unfit(SUM if is_sum else str(reason)) from None
+    if layout is None and is_sum:
+        raise Unfit(SUM)
     if layout is None:
         mixed = [x for i in summed for x in axes[weights.op][i] if x[0] == "batch"]
         if mixed and _is_softmax(program, scores, exponential, output, weights):
@@ -220,8 +232,6 @@ def _place(
         return None
     if _is_read_elsewhere(program, exponential, output, weights):
         raise Unfit(READ_ELSEWHERE)
-    goal = _unshifted(program, exponential, axes)
-    chain = _between(program, scores, goal)
     if goal.op not in axes or (not chain and goal.op != scores):
         raise Unfit("its scores do not come from one product of queries and keys")
     layout.goal = axes[goal.op]
@@ -372,7 +382,7 @@ def _reduced(program: Program, axes: dict[int, list[Axis]], number: int) -> set 
 
 def _number(program: Program, ref: Ref, varying: set[int]) -> float | None:
     """A constant number, also if it was broadcast; None for anything else."""
-    while ref.op is not None and program.ops[ref.op].name in {*MOVES, "convert_element_type"}:
+    while ref.op is not None and program.ops[ref.op].name in SAME_NUMBER:
         ref = program.ops[ref.op].inputs[0]
     if _varies(ref, varying) or math.prod(_shape(program, ref) or ()) != 1:
         return None
@@ -400,6 +410,22 @@ def _is_softmax(program: Program, scores: int, exponential: int, output: int, we
     both = (program.ops[i].equation.params["dimension_numbers"][0] for i in (scores, output))
     sums = any(program.ops[i].name == "reduce_sum" for i in _between(program, exponential, weights))
     return sums and all(len(summed[0]) == 1 for summed in both)
+
+
+def _adds_product(program: Program, inside: set[int]) -> bool:
+    """True if a product, scaled at most, is added to the scores or to what becomes of them."""
+    refs = [ref for i in inside if program.ops[i].name == "add" for ref in program.ops[i].inputs]
+    left, scaling = [ref.op for ref in refs if ref.op not in inside], AFFINE - {"select_n"}
+    while left:
+        number = left.pop()
+        if number is None:
+            continue
+        op = program.ops[number]
+        if op.name == "dot_general":
+            return True
+        if op.name in scaling:
+            left += [ref.op for ref in op.inputs]
+    return False
 
 
 def _is_read_elsewhere(program: Program, exponential: int, output: int, weights: Ref) -> bool:

@@ -413,6 +413,20 @@ def scaled_after_the_shift(x):
     return weights / weights.sum(axis=-1, keepdims=True) @ x
 
 
+def relative(x):
+    """A product of queries and positions is added to the scores."""
+    positions = jnp.sin(jnp.arange(6)[:, None, None] + jnp.arange(6)[:, None] * jnp.arange(8))
+    scores = jnp.einsum("bth,bsh->bts", x, x) + jnp.einsum("bth,tsh->bts", x, positions)
+    return jax.nn.softmax(scores) @ x
+
+
+def in_a_shard_map(x):
+    """Its constants cannot be computed outside."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("x")
+    return jax.shard_map(causal, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
 SOME = {
     changed: "changed after the softmax",
     largest: "which scores are large",
@@ -426,6 +440,8 @@ SOME = {
     padded_sum: "changed after the softmax",
     on_a_grid: "have more than one axis",
     quantized: "integers",
+    relative: "a sum of several products",
+    in_a_shard_map: "inside shard_map",
     scaled_after_the_shift: "after their largest was subtracted",
 }
 """Softmax attention at some lengths, for some arguments, or almost -> why it stays exact."""
