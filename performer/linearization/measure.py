@@ -139,8 +139,8 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
         " queries?": record["affine"],
         "its masks differ between heads": record["same heads"],
         "a bias that is no mask": record["alibi"],
-        "softmax(scale q.k + bias) v is not what it computes: is there dropout, a division after the"
-        " product with v, or a 0 for queries without keys?": record["exact"],
+        "softmax(scale q.k + bias) v is not what it computes: is there dropout, a division after"
+        " the product with v, or a 0 for queries without keys?": record["exact"],
         "its masks are neither of keys, nor causal, nor of packed sequences": record["kinds"].any(),
     }
     for reason, holds in requirements.items():

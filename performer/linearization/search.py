@@ -235,7 +235,7 @@ def _place(
     if goal.op not in axes or (not chain and goal.op != scores):
         raise Unfit("its scores do not come from one product of queries and keys")
     layout.goal = axes[goal.op]
-    whole = {atom for atom, n in layout.sizes.items() if n > 1}
+    whole = {atom for atom, n in layout.sizes.items() if n != 1}
     for when, known in (("before", layout.goal), ("after", axes[weights.op])):
         if {atom for axis in known for atom in axis} != whole:
             raise Unfit(f"axes of the scores are lost {when} the softmax, as by a mean over heads")

@@ -4,6 +4,7 @@ All keys are exact, so that a replaced place must equal the function.
 """
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -503,6 +504,21 @@ def test_a_window_alone_requires_a_window():
     arguments = [normal(0, 2, 9, 2, 8), normal(1, 2, 12, 2, 8)]
     with pytest.raises(ValueError, match=r"calls.py:\d+ has no exact_window, for it requires"):
         performer.linearize(cross, [tuple(arguments)], num_features=0, exact_window=4)
+
+
+def test_a_symbolic_batch_size():
+    new, (b,) = replaced(causal, [normal(0, 2, 6, 8)], **EXACT), jax.export.symbolic_shape("b")
+    exported = jax.export.export(jax.jit(new))(jax.ShapeDtypeStruct((b, 6, 8), jnp.float32))
+    for b in (1, 3):
+        agree(exported.call, causal, normal(b, b, 6, 8))
+
+
+def test_without_jit_and_with_checks_of_leaks():
+    new, x = replaced(causal, [normal(0, 2, 6, 8)], **EXACT), normal(1, 2, 6, 8)
+    with jax.checking_leaks():
+        agree(new, causal, x)
+    with jax.disable_jit():
+        np.testing.assert_allclose(new(x), causal(x), atol=1e-4)
 
 
 def loss(x):
