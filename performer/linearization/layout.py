@@ -13,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from performer.typing import Size
+
 Axis = tuple
 """Atoms that one axis is made of, () for an axis of length 1."""
 MOVES = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims"}
@@ -74,7 +76,7 @@ def moved(equation: Any, known: Sequence[list[Axis] | None], sizes: dict) -> lis
     return [next((x[i] for x in fits if x[i]), ()) for i in range(len(shape))]
 
 
-def is_elementwise(inputs: Sequence[tuple[int, ...] | None], output: tuple[int, ...]) -> bool:
+def is_elementwise(inputs: Sequence[tuple[Size, ...] | None], output: tuple[Size, ...]) -> bool:
     """True for shapes of an operation that may be elementwise: numbers, and equal ranks."""
     ranked = [x for x in inputs if x != ()]
     shapes = [x for x in ranked if x is not None and len(x) == len(output)]
@@ -83,7 +85,7 @@ def is_elementwise(inputs: Sequence[tuple[int, ...] | None], output: tuple[int, 
     return all({*lengths} <= {1, n} for n, *lengths in zip(output, *shapes, strict=True))
 
 
-def _regrouped(atoms: list, shape: Sequence[int], sizes: dict) -> list[Axis] | None:
+def _regrouped(atoms: list, shape: Sequence[Size], sizes: dict) -> list[Axis] | None:
     """Atoms in order, in groups of these sizes; None if a group would split an atom."""
     groups, left = [], list(atoms)
     for length in shape:
@@ -119,7 +121,7 @@ class Layout:
     """Which operand of the product with the values they are."""
     value_dims: Any
     """Names of the batch axes of the values, these axes, the axis of the keys, the other axes."""
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     """Shape of the output."""
     dtype: Any
     order: list

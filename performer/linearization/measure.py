@@ -137,7 +137,7 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
     requirements = {
         "its scores are not scale q.k + bias: is there a soft cap, or a scale that differs between"
         " queries?": record["affine"],
-        "its masks differ between heads": record["same heads"],
+        "its masks differ between heads (the last batch axis of the scores)": record["same heads"],
         "a bias that is no mask": record["alibi"],
         "softmax(scale q.k + bias) v is not what it computes: is there dropout, a division after"
         " the product with v, or a 0 for queries without keys?": record["exact"],

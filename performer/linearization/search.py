@@ -48,6 +48,7 @@ from performer.linearization.program import (
     places_in,
     single_in,
 )
+from performer.typing import Size
 
 BODIES = {"scan", "remat2", "checkpoint"}
 """Operations whose bodies are programs of their own: layers in a scan, and under a checkpoint."""
@@ -495,7 +496,7 @@ def _is_same_along(
     return aligned and all(_is_same_along(program, x, axis, varying, may_join) for x in op.inputs)
 
 
-def _shape(program: Program, ref: Ref) -> tuple[int, ...] | None:
+def _shape(program: Program, ref: Ref) -> tuple[Size, ...] | None:
     """Shape of a constant or of an output of an operation; None for an input of the program."""
     if ref.op is not None:
         return program.ops[ref.op].equation.outvars[ref.output].aval.shape
