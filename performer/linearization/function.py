@@ -130,7 +130,8 @@ def linearize(
             many queries as keys, exact keys in layers without causality, segments and ALiBi.
 
     Returns:
-        The new function and the report. The function is a pytree (`jax.tree_util.Partial`) whose
+        The new function and the report. The function takes the arguments of the given one, also by
+        name. It is a pytree (`jax.tree_util.Partial`) whose
         leaves are the frequencies and calibrations: it can be an argument of `jax.jit`,
         differentiated and saved. It traces the given function at each call: put it under `jax.jit`.
         The report's errors of attention with ALiBi are those without the bias. A single batch axis
