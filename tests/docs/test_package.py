@@ -139,7 +139,8 @@ def test_from_photographs_to_a_program_that_jax_alone_runs(installed, tmp_path):
     assert "24 train, 4 validation" in done
     done = shell(f"{printed('train', done)} {' '.join(SHORT)}")
     assert float(re.search("validation accuracy ([0-9.]+)", done)[1]) == 1.0
-    done = shell(printed("predict", done).replace("FILE_OR_FOLDER ...", "photos --top=1"))
+    predict = printed("predict", done).replace("FILE_OR_FOLDER ...", "photos --top=1")
+    done = shell(f"{predict} 2>&1")  # standard output has predictions alone
     right = re.findall(r"photos/(\w+)/\d+.png  (\w+) ", done)
     assert len(right) == 28
     assert all(truth == said for truth, said in right)
