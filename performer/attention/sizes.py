@@ -18,7 +18,7 @@ CHUNK = {"cpu": 64}
 BLOCK_ROWS = {"cpu": 4096}
 """Tokens x batch x heads of a block, by platform; half in a sweep. Measured on two cores."""
 SHORT = 256
-"""So many tokens, or fewer, are one block on a CPU whatever batch and heads, except in a sweep.
+"""Largest number of tokens in one block on a CPU, whatever batch and heads, except in a sweep.
 
 Blocks copy their tokens: 8 x 197 tokens, 12 heads of 64 and m = 64 take 0.57 of the time in one
 block, and less memory (forward and backward, two cores)."""

@@ -136,8 +136,8 @@ def assert_unbiased(
     with |x + y| about 1, where a signed bias of the directions is visible.
 
     Args:
-        kernel: "softmax" or "gaussian"; the errors of the other assertions are of the Gaussian
-            kernel by default, as those of the papers.
+        kernel: "softmax" or "gaussian". The assertions about errors take the Gaussian kernel by
+            default, as the papers do.
 
     The other arguments are those of `assert_gaussian_marginals`.
 

@@ -40,13 +40,13 @@ def test_tables(tmp_path, monkeypatch):
 
 
 def test_calibrations_are_scored_on_other_tokens(monkeypatch):
-    """What is fitted and what is scored has no token in common; a window is fitted beside."""
-    seen, beside = [], []
+    """Compare tokens that are fitted and scored: none in common. A window is told to the fit."""
+    seen, with_exact = [], []
     fit, score = errors.calibrate, errors.attention_error
 
     def calibrate(query, key, **options):
         seen.append((np.asarray(query), np.asarray(key)))
-        beside.append(options.get("beside_exact", False))
+        with_exact.append(options.get("beside_exact", False))
         return fit(query, key, **options)
 
     def attention_error(query, key, **options):
@@ -62,4 +62,4 @@ def test_calibrations_are_scored_on_other_tokens(monkeypatch):
     values, uniform = errors.errors("anisotropic", 1.0, ("orf", "full", 0), 16, 3)
     assert len(seen) == len(values) == len(uniform) == 2
     errors.errors("anisotropic", 1.0, ("orf", "full", 16), 16, 3)
-    assert beside == [False, False, True, True]
+    assert with_exact == [False, False, True, True]

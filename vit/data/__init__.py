@@ -305,12 +305,11 @@ def _from_tfds(data: config.Data) -> Dataset:
             source = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
             len(source)
         except Exception as error:  # TFDS raises many kinds for what stands in brackets
-            reason = str(error).splitlines()[-1] if split.partition("[")[0] in known else ""
+            known_name = split.partition("[")[0] in known  # TFDS says what is wrong in brackets
+            reason = f" ({str(error).splitlines()[-1]})" if known_name else ""
             raise ValueError(
                 f"config.data.{field}={split!r} is no split of {data.name!r}, or part of one, as"
-                f" 'train[:500]' or 'train[90%:]'; choices: {', '.join(known)}"
-                + f" ({reason})"
-                * bool(reason)
+                f" 'train[:500]' or 'train[90%:]'; choices: {', '.join(known)}{reason}"
             ) from error
         sources.append(source)
     folder = epath.Path(builder.data_path)

@@ -175,7 +175,7 @@ def report_attention(
 
 
 def note(workdir: Path, config: configs.Config) -> str:
-    """What the errors are of, where it is not the attention that the run computes."""
+    """Return a sentence on the errors where they are not of the attention that the run computes."""
     attention = config.attention
     if attention.kind == "softmax":
         return (
