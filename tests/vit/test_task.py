@@ -12,10 +12,11 @@ import pytest
 from flax import nnx
 
 import vit
+from performer.nnx import PerformerAttention
 from tests.support.pages import code
 from tests.support.small import read_csv, small_config
 from vit import config, convert, data, evaluate, train
-from vit.reports import metrics
+from vit.reports import attention_report, metrics
 from vit.run import runs
 from vit.weights import transfer
 
@@ -110,3 +111,27 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
         with pytest.raises(ValueError, match=message):
             call()
     assert sorted(path.name for path in tmp_path.rglob("*")) in (before, sorted([*before, "lock"]))
+
+
+def test_the_report_measures_layers_by_their_own_options():
+    """A scale is measured: as the default scale with tokens in its place; others are refused."""
+    triple = 2 * jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 12, 2, 4)))
+
+    def rows(size, **options):
+        rngs = nnx.Rngs(params=0, frequencies=1)
+        function = PerformerAttention(8, 4, coupling="orf", num_heads=2, rngs=rngs, **options)
+        layer = nnx.MultiHeadAttention(
+            2, 8, attention_fn=function, decode=False, use_bias=False, rngs=rngs
+        )
+        query, key, value = triple
+        task = TASK._replace(
+            layers=lambda model: [model],
+            projections=lambda model, batch: [(size * query, size * key, value)],
+        )
+        given = dict(coupling="orf", num_features=8, draws=4)
+        return attention_report.rows(task, layer, {"x": np.zeros(2)}, **given)
+
+    for given, same in zip(rows(1.0, scale=0.125), rows(0.5), strict=True):
+        assert given == pytest.approx(same, rel=1e-4)
+    with pytest.raises(TypeError, match="alibi_slopes"):
+        rows(1.0, alibi_slopes=(0.5, 0.25))

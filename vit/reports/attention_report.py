@@ -53,6 +53,7 @@ def rows(
     Raises:
         ValueError: if the task does not describe its attention, the coupling is unknown, or the
             features are not positive: other maps are not measured.
+        TypeError: for a layer with options that are not measured, as `alibi_slopes`.
     """
     functions = [layer.attention_fn for layer in task.layers(model)]
     linear = [isinstance(function, PerformerAttention) for function in functions]
@@ -61,9 +62,12 @@ def rows(
             raise ValueError("attention errors are measured for the feature map positive alone")
     triples, records = nnx.jit(task.projections)(model, batch), []
     for number, (function, (query, key, value)) in enumerate(zip(functions, triples, strict=True)):
-        m, near = num_features, exact
+        m, calibration, options = num_features, None, exact.options
         if linear[number]:
-            m, near = function.num_features, function.exact
+            m, calibration = function.num_features, function.calibration
+            options = dict(function.options)
+            for name in ("feature_map", "implementation"):
+                options.pop(name, None)
         error = attention_error(
             query,
             key,
@@ -71,12 +75,13 @@ def rows(
             coupling=coupling,
             num_features=m,
             draws=draws,
-            calibration=function.calibration if linear[number] else None,
-            **near.options,
+            calibration=calibration,
+            **options,
         )
         assert error.output is not None
         assert error.uniform_output is not None
-        squared_length = jnp.mean(jnp.sum(query**2 + key**2, axis=-1), axis=(0, 1))
+        scale = options.get("scale") or key.shape[-1] ** -0.5
+        squared_length = scale * jnp.mean(jnp.sum(query**2 + key**2, axis=-1), axis=(0, 1))
         for head in range(query.shape[2]):
             # The examples share the draws: averaging does not reduce their standard errors.
             attention, standard_error, uniform, output, uniform_output = (
@@ -98,7 +103,7 @@ def rows(
                 "output error": output,
                 "uniform output": uniform_output,
                 "row sum error": float(np.sqrt(np.mean(error.row_sum.value[:, head] ** 2))),
-                "(|q|^2 + |k|^2) / 2": float(squared_length[head] / 2 / key.shape[-1] ** 0.5),
+                "(|q|^2 + |k|^2) / 2": float(squared_length[head] / 2),
             }
             is_exact = any(linear) and not linear[number]
             records.append(row | (EXACT if is_exact else {}))
