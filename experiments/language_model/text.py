@@ -69,7 +69,7 @@ def dataset(text: Text, length: int) -> Dataset:
     end = n - round(HELD_OUT * n)
     training, held_out = range(0, end - 2 * length, length), range(end, n - length, length)
     if not (training and held_out):
-        least = round((length + 1) / HELD_OUT) + length
+        least = round((length + 0.5) / HELD_OUT) + 1  # their tenth is more than one window
         raise ValueError(
             f"the text has {n} characters: windows of {length} need at least {least}; give a longer"
             " --text or a shorter --length"

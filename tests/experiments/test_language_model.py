@@ -59,6 +59,13 @@ def test_windows_of_a_text():
     assert [x[0] for x in held_out] == list(range(900, 984, 16))
 
 
+def test_the_shortest_text_is_named():
+    with pytest.raises(ValueError, match="165 characters: windows of 16 need at least 166;"):
+        text.dataset(text.numbered("a" * 165), 16)
+    shortest = text.dataset(text.numbered("a" * 166), 16)
+    assert len(shortest.evaluation) == 1
+
+
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_streaming_is_the_whole_text(kind):
     """In pieces of 9, 1 and 11 characters; and no logit sees a later character."""
