@@ -27,7 +27,7 @@ class PerformerAttention(linen.Module):
     layers need `variable_axes={"params": 0, "frequencies": 0}`.
 
     Args:
-        num_features: m, number of frequencies per head.
+        num_features: m, number of frequencies per head; 0 for the pairs of an `exact_window` alone.
         coupling: name of a coupling, as of `performer.couplings.get`, or a coupling.
         is_causal: query i attends to the keys up to i; linen's layer has no argument for it.
         options: constant keywords of `performer.performer_attention`, such as `calibration` and
@@ -75,11 +75,14 @@ class PerformerAttention(linen.Module):
             random_key = self.make_rng("frequencies")
             return couplings.draw(random_key, self.coupling, self.num_features, head_dim, num_heads)
 
+        frequencies = None
+        if self.num_features:
+            frequencies = self.variable("frequencies", "frequencies", draw).value
         return performer_attention_fn(
             query,
             key,
             value,
-            frequencies=self.variable("frequencies", "frequencies", draw).value,
+            frequencies=frequencies,
             mask=mask,
             dropout_rate=dropout_rate,
             deterministic=deterministic,
@@ -97,7 +100,7 @@ def performer_attention_fn(
     key: Float[Array, "*b s n h"],
     value: Float[Array, "*b s n v"],
     *,
-    frequencies: Float[Array, "*n m h"],
+    frequencies: Float[Array, "*n m h"] | None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     broadcast_dropout: bool = True,
@@ -124,7 +127,8 @@ def performer_attention_fn(
         query: (..., t, n, h).
         key: (..., s, n, h).
         value: (..., s, n, v).
-        frequencies: (m, h), or (n, m, h) with one draw for each head.
+        frequencies: (m, h), or (n, m, h) with one draw for each head; None for the pairs of an
+            `exact_window` alone.
         bias: must be None.
         mask: mask of keys, broadcasting to (..., 1, 1, s). For linen's dense causal masks pass
             is_causal=True instead.

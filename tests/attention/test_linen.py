@@ -92,6 +92,16 @@ def test_the_module_holds_its_frequencies(options):
     np.testing.assert_allclose(weights.sum(axis=-1), np.ones((3, 2, 5)), rtol=1e-5)
 
 
+def test_a_window_alone_has_no_frequencies():
+    """As wide as the sequence it is softmax attention."""
+    window = PerformerAttention(0, options={"exact_window": 5})
+    module = linen.MultiHeadDotProductAttention(2, attention_fn=window)
+    variables = module.init(jax.random.key(3), X)
+    assert set(variables) == {"params"}
+    want = linen.MultiHeadDotProductAttention(2).apply(variables, X)
+    np.testing.assert_allclose(module.apply(variables, X), want, atol=1e-6)
+
+
 def test_layers_have_their_own_draws_that_are_not_trained():
     module = Stack({"is_causal": True})
     streams = {"params": jax.random.key(0), "frequencies": jax.random.key(1)}
