@@ -225,7 +225,7 @@ def performer_attention(
         return_state: also return the state after all keys.
         axis_name: mesh axis of `jax.shard_map` that shards the sequence, in order. Devices exchange
             states of m (v + 2) numbers for each batch entry and head, whatever the length. Cannot
-            be combined with exact pairs, decay or segments.
+            be combined with exact pairs, decay or segments. Causal attention requires t = s.
         exact_window: w > 0 computes near keys by e^{q.k} itself, in one normaliser with the
             estimate of the others. Tokens form windows of w; keys of the same and the previous
             window are near, and keys of the next if not causal. Packed sequences are cut one after

@@ -438,6 +438,12 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
         "{c.decay} cannot be combined with axis_name",
     ),
     (
+        lambda c: c.axis_name and c.is_causal and c.t != c.s,
+        "axis_name={c.axis_name!r} with is_causal=True requires one key for each query, got {c.t}"
+        " queries and {c.s} keys on a device: query i sees the keys up to i, which may be on"
+        " another device",
+    ),
+    (
         lambda c: c.axis_name and c.is_causal and c.streams,
         "states cannot be combined with axis_name in causal attention: they belong to one device",
     ),

@@ -219,6 +219,7 @@ TOGETHER = [  # in the order of the table
         "^exact_window=2, exact_first=1 cannot be combi",
     ),
     (SPLIT | PLACE, "^alibi_slopes cannot be combined with axis_name"),
+    (SPLIT | CAUSAL | SHORT, "axis_name='i' with is_causal=True requires one key .* got 3 queries"),
     (SPLIT | CAUSAL | STATE, "states cannot be combined with axis_name in causal attention"),
 ]
 KINDS = [
