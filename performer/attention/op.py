@@ -452,13 +452,17 @@ def _attend(
     """The output (b, t, n, v), and the state after the earlier and these keys."""
     (b, t, n, h), (_, s, k, v), scale = x.query.shape, x.keys.value.shape, estimate.scale
     keys = x.keys if s else extended(x.keys, 0, 1)
-    x = x._replace(keys=keys)
-    query, is_causal = x.query.reshape(b, t, k, n // k, h), pairs.is_causal
+    many_causal = pairs.is_causal and t != 1
+    faded = not pairs.is_causal and keys.log_decay is not None
+    packed = pairs.segments is not None and s and t
+    by_position = exact.window or packed or many_causal or faded
+    x = _own_copies(x._replace(keys=keys), (pairs.segments, state) if by_position else None)
+    query, keys, is_causal = x.query.reshape(b, t, k, n // k, h), x.keys, pairs.is_causal
     maps, dtype = feature_maps(x, estimate), operand_dtype(keys.value)
     nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.w_query, x.w_key)
     streams = state is not None or plan.return_state
     order = segments = None
-    if pairs.segments is not None and s and t:
+    if packed:
         order, query, keys, segments = _sorted(query, keys, pairs.segments)
     selected = []  # keys that every query sees exactly
     if exact.keys and t:
@@ -469,8 +473,6 @@ def _attend(
     if exact.first and t and not streams:  # a stream has them in its state
         first, keys = first_keys(keys, exact.first, segments, is_causal)
         selected.append(first)
-    many_causal, faded = is_causal and t != 1, not is_causal and keys.log_decay is not None
-    by_position = exact.window or segments is not None or many_causal or faded
     if (exact.window and streams) or (t and by_position):
         ends = nothing, None if is_causal else nothing
         given = query, keys, state, ends, exact, scale, segments
@@ -494,6 +496,18 @@ def _attend(
         rows = exact_rows(query[:, :r], Selected(counted(x.keys)), scale)
         output = output.at[:, :r].set(ratio(rows).astype(dtype))
     return output.reshape(b, t, n, v), state
+
+
+def _own_copies(x: Arguments, others: Any) -> Arguments:
+    """Arrays that devices share, as a copy for each device; with `others`, if not None, all alike.
+
+    A gradient of shared arrays is a sum over devices. It must not stand in a loop, where it would
+    be computed each time, or in a branch that some devices do not take: the others would wait.
+    """
+    like = () if others is None else (x, others)
+    query, w_query = states.varying((x.query, x.w_query), *like)
+    keys, w_key, feature_bias = states.varying((x.keys, x.w_key, x.feature_bias), *like)
+    return Arguments(query, keys, w_query, w_key, feature_bias)
 
 
 def _chunk_by_chunk(

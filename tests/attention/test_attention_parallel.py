@@ -6,6 +6,7 @@ from functools import partial
 
 import chex
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,6 +64,56 @@ def test_split_over_devices(name, eight_devices):
         assert np.linalg.norm(x - y) < 1e-5 * np.linalg.norm(y)
     text = jax.jit(split).lower(*tokens, frequencies, mask).as_text()
     assert Counter(re.findall(r"stablehlo\.(all_\w+|collective_\w+)", text)) == exchanges
+
+
+def within(jaxpr, around=()):
+    """Name of each operation, and of the loops and branches around it."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        yield name, around
+        deeper = (*around, name) if name in ("scan", "while", "cond") else around
+        for inner in jex.jaxprs_in_params(equation.params):
+            yield from within(inner, deeper)
+
+
+@pytest.mark.parametrize("split_over", tiers(["batch", "sequence"], ["batch"]))
+def test_gradients_of_shared_arrays_are_summed_once(split_over, eight_devices):
+    """Not in a loop; nor in a branch that some devices do not take, where the others would wait.
+
+    Keys of the second half are so long that only its rows are computed again by `robust`.
+    """
+    query, key, value, frequencies = inputs(b=2, t=300, n=2)
+    axis_name = "i" if split_over == "sequence" else None
+    long = np.mgrid[:2, :300][1] >= 150 if axis_name else np.mgrid[:2, :300][0] == 1
+    factor = np.where(long, np.float32(16), np.float32(1))[..., None, None]
+    tokens = query * factor, -key * factor, value
+    log_weights = np.random.default_rng(1).normal(size=300).astype(np.float32)
+
+    def attend(*args, axis_name=None):
+        *tokens, frequencies, log_weights = args
+        options = dict(is_causal=True, implementation="robust", key_log_weights=log_weights)
+        return performer_attention(*tokens, frequencies, axis_name=axis_name, **options)
+
+    def gradient(function):
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args))), argnums=(0, 1, 2, 3, 4))
+
+    spec = PartitionSpec(None, "i") if axis_name else PartitionSpec("i")
+    of_weights = PartitionSpec("i") if axis_name else PartitionSpec()
+    split = jax.shard_map(
+        partial(attend, axis_name=axis_name),
+        mesh=jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2]),
+        in_specs=(spec, spec, spec, PartitionSpec(), of_weights),
+        out_specs=spec,
+    )
+    args = *tokens, frequencies, log_weights
+    operations = list(within(jax.make_jaxpr(gradient(split))(*args).jaxpr))
+    assert any("cond" in around for _, around in operations)
+    sums = [around for name, around in operations if name.startswith(("psum", "all_", "reduce_sc"))]
+    assert sums
+    assert not any(sums)
+    chex.assert_trees_all_close(
+        jax.jit(gradient(split))(*args), jax.jit(gradient(attend))(*args), rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.thorough
