@@ -551,7 +551,9 @@ def _with_all_keys(
     shard = summarise(key_map, keys, nothing, plan.block)
     if is_causal:  # one token on each device
         return combine(shard, earlier_devices(shard, plan.axis_name))
-    return combine(state, over_devices(shard, plan.axis_name))
+    every = over_devices(shard, plan.axis_name)
+    # A sum over devices is known to be the same on all of them; with `nothing` it would not be.
+    return every if state is nothing else combine(state, every)
 
 
 def _sorted(query, keys: Keys, segments):

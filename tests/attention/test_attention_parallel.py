@@ -66,6 +66,23 @@ def test_split_over_devices(name, eight_devices):
     assert Counter(re.findall(r"stablehlo\.(all_\w+|collective_\w+)", text)) == exchanges
 
 
+def test_what_all_devices_have_leaves_as_one(eight_devices):
+    """Without causality the state of a split sequence, and outputs of shared queries."""
+    query, key, value, frequencies = inputs(t=3, s=16)
+
+    def attend(*tokens, axis_name=None):
+        return performer_attention(*tokens, frequencies, return_state=True, axis_name=axis_name)
+
+    split = jax.shard_map(
+        partial(attend, axis_name="sequence"),
+        mesh=jax.make_mesh((8,), ("sequence",), (AxisType.Auto,)),
+        in_specs=(PartitionSpec(), BY_TOKEN, BY_TOKEN),
+        out_specs=PartitionSpec(),
+    )
+    tokens = query, key, value
+    chex.assert_trees_all_close(split(*tokens), attend(*tokens), rtol=2e-5, atol=2e-5)
+
+
 def within(jaxpr, around=()):
     """Name of each operation, and of the loops and branches around it."""
     for equation in jaxpr.eqns:
