@@ -19,7 +19,7 @@ from performer.attention.parallel import over_tokens
 from performer.attention.values import Exact
 from performer.calibration import Calibration
 from performer.refinement import LEARNED
-from performer.typing import Coupling
+from performer.typing import Coupling, float32_or_wider
 
 
 class Frequencies(nnx.Variable):
@@ -171,6 +171,12 @@ class PerformerAttention(nnx.Module):
 
     def _measure(self, query: Array, key: Array, **pairs: Any) -> None:
         old, scale = self.statistics["moments"][...], dict(self.options).get("scale")
+        if old.dtype != float32_or_wider(old):
+            raise ValueError(
+                f"the running moments of this layer have dtype {old.dtype}, too coarse for"
+                " covariances: cast the parameters alone, nnx.state(model, nnx.Param), or call"
+                " model.eval(), which keeps the calibration"
+            )
         moments = calibrations.pair_moments(
             query, key, scale=scale, num_queries=self.num_queries, **pairs
         )
@@ -205,7 +211,8 @@ class PerformerAttention(nnx.Module):
 
         Raises:
             ValueError: for a bias, attention dropout, or a mask that depends on the query or the
-                head, which linear attention cannot compute.
+                head, which linear attention cannot compute; or in training mode for running moments
+            that were cast to a dtype below float32.
         """
         attend = partial(
             attention_fn,

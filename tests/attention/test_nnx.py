@@ -188,6 +188,18 @@ def test_the_pairs_of_the_call_are_measured():
         check(moments(segment_ids=ids, **options), packed)
 
 
+def test_moments_of_half_precision_are_refused_in_training():
+    """Keys of mean 10 and deviation 1 made the output NaN; evaluation serves a model as cast."""
+    layer = PerformerAttention(16, 4, num_heads=2, calibration="full", rngs=nnx.Rngs(0))
+    tokens = jax.random.normal(jax.random.key(1), (3, 2, 5, 2, 4)).at[1].add(10.0)
+    layer(*tokens)
+    nnx.update(layer, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(layer)))
+    with pytest.raises(ValueError, match="moments of this layer have dtype bfloat16, too coarse"):
+        layer(*tokens)
+    layer.eval()
+    assert jnp.isfinite(layer(*tokens)).all()
+
+
 VALID = jnp.arange(5) < jnp.array([5, 3])[:, None]
 
 
