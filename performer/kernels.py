@@ -312,7 +312,8 @@ def _first_order_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 def _angles(u: Array, v: Array) -> Array:
     """Return angles from |u - v| and |u + v|: exact if small, unlike arccos; pi / 2 for zeros."""
-    apart, summed = _root(_summed_squares(u, v)), _root(_summed_squares(u, -v))
+    # Directions of equal points may differ by the rounding of their lengths.
+    apart, summed = (_root(_summed_squares(u, w, ulps=4)) for w in (v, -v))
     angle = 2 * jnp.arctan2(apart, jnp.where(apart + summed > 0, summed, 1.0))
     return jnp.where(apart + summed > 0, angle, jnp.pi / 2)
 
@@ -327,11 +328,35 @@ def _directions(x: Array) -> Array:
     return x / jnp.where(length > 0, length, 1.0)[..., None]
 
 
+@jax.custom_jvp
 def _root(squares: Array) -> Array:
     """Return the square root, with the derivative 0 at 0."""
-    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
+    return jnp.sqrt(squares)  # of one value, not two branches: see `_differences`
 
 
-@jax.jit  # fused: the differences of all pairs are never in memory
-def _summed_squares(x: Array, y: Array) -> Array:
-    return jnp.sum((x[:, None] - y[None]) ** 2, axis=-1)
+@_root.defjvp
+def _root_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    root = _root(*primals)
+    slope = jnp.where(root > 0, 0.5 / jnp.where(root > 0, root, 1.0), 0.0)
+    return root, slope * tangents[0]
+
+
+@partial(jax.jit, static_argnames="ulps")  # fused: the differences of all pairs are not stored
+def _summed_squares(x: Array, y: Array, ulps: int = 1) -> Array:
+    return jnp.sum(_differences(x[:, None], y[None], ulps) ** 2, axis=-1)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _differences(x: Array, y: Array, ulps: int) -> Array:
+    """Return x - y, and 0 for coordinates that are equal up to the rounding of x / l.
+
+    XLA computes x / l within x / l - x / l by a fused multiply-add, so that it is not 0, and in
+    each fusion by another one. At a kink the derivative would be that of the rounding error.
+    """
+    difference, rounding = x - y, ulps * jnp.finfo(x.dtype).eps
+    return jnp.where(jnp.abs(difference) <= rounding * jnp.abs(x), 0.0, difference)
+
+
+@_differences.defjvp
+def _differences_derivative(ulps: int, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _differences(*primals, ulps), tangents[0] - tangents[1]

@@ -1,7 +1,11 @@
 """Exact kernels against SciPy in float64, and against random features with the same scales."""
 
+import ast
 import dataclasses
+import os
 import pickle
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -218,6 +222,61 @@ def test_derivatives_at_equal_close_and_far_points():
                 for one in ours:
                     close = dict(rtol=2e-5, atol=2e-5 * abs(want).max(), err_msg=str(nu))
                     np.testing.assert_allclose(one[i], want, **close)
+
+
+COMPILED = """
+import jax
+import numpy as np
+from performer import kernels
+
+jax.config.update("jax_enable_x64", True)
+draws = np.random.default_rng(1)
+for name, n, shape in ("matern-1/2", 20, ()), ("matern-3/2", 20, (1,)), ("arc-cosine-0", 4, (2,)):
+    for dtype in np.float32, np.float64:
+        x = draws.uniform(-2, 2, (n, *(shape or (2,)))).astype(dtype)
+        l, c = np.full(shape, 0.3, dtype), draws.normal(size=(n, n)).astype(dtype)
+        of = lambda l: (c * kernels.get(name)(x, x, lengthscale=l) ** 2).sum()
+        value, slope = jax.jit(jax.value_and_grad(of))(l)
+        print(*[repr(np.asarray(a, float).tolist()) for a in (x, l, c, value, slope)], sep=";")
+"""
+
+
+def test_compiled_derivatives_at_equal_points():
+    """Compiled as for users, whose fusions compute x / l - x / l, which is not 0, by one rounding.
+
+    With the distances of rounding errors, the derivatives had the wrong sign or size.
+    """
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    command = [sys.executable, "-c", COMPILED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=plain)
+    lines = iter(done.stdout.splitlines())
+
+    def half(r):
+        return np.exp(-r)
+
+    def three_halves(r):
+        return (1 + np.sqrt(3) * r) * np.exp(-np.sqrt(3) * r)
+
+    def angular(u):
+        u = u / np.linalg.norm(u, axis=1, keepdims=True)
+        angle = 2 * np.arctan2(spatial.distance.cdist(u, u), spatial.distance.cdist(u, -u))
+        return 1 - angle / np.pi
+
+    def of_distance(profile):
+        return lambda u: profile(spatial.distance.cdist(u, u))
+
+    for exact in (of_distance(half), of_distance(three_halves), angular):
+        for tolerance in (1e-4, 1e-6):  # float32, float64
+            arrays = (np.array(ast.literal_eval(a)) for a in next(lines).split(";"))
+            x, scale, c, value, slope = arrays
+
+            def of(scale, x=x, c=c, exact=exact):
+                return np.sum(c * exact(x / scale) ** 2)
+
+            steps = 1e-6 * np.eye(scale.size).reshape(-1, *scale.shape)
+            wanted = [(of(scale + step) - of(scale - step)) / 2e-6 for step in steps]
+            np.testing.assert_allclose(value, of(scale), rtol=tolerance, atol=tolerance)
+            np.testing.assert_allclose(slope.ravel(), wanted, rtol=tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.thorough
