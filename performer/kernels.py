@@ -29,6 +29,7 @@ from jaxtyping import Array, ArrayLike, Float, Num
 
 from performer import couplings, features, norms
 from performer.choices import checked_arrays, positive_lengthscale, positive_number, unknown
+from performer.numerics import root
 from performer.typing import Coupling, Frequencies, Key, Value
 
 
@@ -164,7 +165,7 @@ class _Matern(Value):
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _matern_correlation(squares: Array, degree: int) -> Array:
     """Return the Matern kernel of s^2 = 2 nu r^2, nu = degree + 1/2."""
-    s = _root(squares)
+    s = root(squares)
     decay, polynomial = jnp.exp(-s), jnp.zeros_like(s)
     for i in range(degree, -1, -1):  # Horner's rule, from s^degree down; that of s^0 is 1
         polynomial = polynomial * s + comb(degree, i) * 2**i / perm(2 * degree, i)
@@ -181,7 +182,7 @@ def _matern_derivative(degree: int, primals: Any, tangents: Any) -> tuple[Array,
     if degree:
         slope = -_matern_correlation(squares, degree - 1) / (4 * degree - 2)
     else:
-        s = _root(squares)
+        s = root(squares)
         slope = jnp.where(s > 0, -jnp.exp(-s) / (2 * jnp.where(s > 0, s, 1.0)), 0.0)
     return _matern_correlation(squares, degree), slope * change
 
@@ -313,32 +314,19 @@ def _first_order_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
 def _angles(u: Array, v: Array) -> Array:
     """Return angles from |u - v| and |u + v|: exact if small, unlike arccos; pi / 2 for zeros."""
     # Directions of equal points may differ by the rounding of their lengths.
-    apart, summed = (_root(_summed_squares(u, w, ulps=4)) for w in (v, -v))
+    apart, summed = (root(_summed_squares(u, w, ulps=4)) for w in (v, -v))
     angle = 2 * jnp.arctan2(apart, jnp.where(apart + summed > 0, summed, 1.0))
     return jnp.where(apart + summed > 0, angle, jnp.pi / 2)
 
 
 def _lengths(x: Array) -> Array:
-    return _root(jnp.sum(x**2, axis=-1))
+    return root(jnp.sum(x**2, axis=-1))
 
 
 def _directions(x: Array) -> Array:
     """Return x / |x| along the last axis; 0 for x = 0."""
     length = _lengths(x)
     return x / jnp.where(length > 0, length, 1.0)[..., None]
-
-
-@jax.custom_jvp
-def _root(squares: Array) -> Array:
-    """Return the square root, with the derivative 0 at 0."""
-    return jnp.sqrt(squares)  # of one value, not two branches: see `_differences`
-
-
-@_root.defjvp
-def _root_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    root = _root(*primals)
-    slope = jnp.where(root > 0, 0.5 / jnp.where(root > 0, root, 1.0), 0.0)
-    return root, slope * tangents[0]
 
 
 @partial(jax.jit, static_argnames="ulps")  # fused: the differences of all pairs are not stored

@@ -1,10 +1,11 @@
-"""Products and exponentials of stated precision, shared by attention and graphs.
+"""Products, exponentials and roots of stated precision, shared by attention and graphs.
 
 Features are split as phi = factor * exp(exponent), see `features.FeatureMap`. The exponent is
 (..., t, m), or (..., t, 1) if all features of a token share it; a factor of None is 1.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,3 +84,17 @@ def weighted(split: Split, log_weights: Float[Array, "..."] | None) -> Split:
 def normalised(numerator: Array, denominator: Array) -> Array:
     """Return numerator / denominator; 0 for a query without keys."""
     return numerator * (1 / jnp.where(denominator == 0, 1.0, denominator))[..., None]
+
+
+@jax.custom_jvp
+def root(squares: Array) -> Array:
+    """Return the square root, with the derivative 0 at 0."""
+    # Without two branches: in different fusions XLA may round the same square to 0 and above.
+    return jnp.sqrt(squares)
+
+
+@root.defjvp
+def _root_derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    value = root(*primals)
+    slope = jnp.where(value > 0, 0.5 / jnp.where(value > 0, value, 1.0), 0.0)
+    return value, slope * tangents[0]

@@ -49,6 +49,14 @@ def test_the_losses_are_those_of_their_definitions():
     np.testing.assert_allclose(copula.kernel_rmse(of_q)(of_w), np.sqrt(np.mean(off**2)), rtol=1e-4)
 
 
+def test_an_error_of_zero_has_the_gradient_zero():
+    """Features of the origin are exact, whatever the frequencies are."""
+    w = jnp.ones((4, D), jnp.float32)
+    value, gradient = jax.value_and_grad(copula.kernel_rmse(jnp.zeros((1, D))))(w)
+    np.testing.assert_array_equal(value, 0)
+    np.testing.assert_array_equal(gradient, 0)
+
+
 @pytest.mark.thorough
 def test_rows_are_normal():
     """With correlations near 1 and -1."""
