@@ -25,8 +25,8 @@ positive definite raises ValueError; inside `jit` the results are NaN instead.
 
 Rounding errors of K, at most eps times its trace together, cannot be told from noise. Where they
 exceed sigma_n^2 the posterior is off by several of its standard deviations. `predict` computes in
-float64 from a tenth of that on. Functions of matrices, whose entries are already rounded, warn.
-Inside `jit` neither is possible.
+float64 from a tenth of that on. `fit`, and functions of matrices, whose entries are already
+rounded, warn. Inside `jit` neither is possible.
 
 Arrays may have any real dtype. They become float64 if one of them is, else float32.
 
@@ -119,7 +119,8 @@ class GaussianProcess:
     ) -> "GaussianProcess":
         """Return the process given the data, its scales fitted by marginal likelihood.
 
-        The descent is in the logarithms of the scales (VRC App. B.1).
+        The descent is in the logarithms of the scales (VRC App. B.1), in the dtype of the data. It
+        warns if rounding errors exceed the fitted noise (outside `jit`): then use float64.
 
         Args:
             x: training points (n, d).
@@ -138,6 +139,16 @@ class GaussianProcess:
             jax.random.key(0), _loss, [self.frequencies, x, y], (kernels.get(self.kernel),),
             self.scales, fixed=fixed, num_steps=num_steps, optimizer=optimizer,
         )  # fmt: skip
+        if self.frequencies is None and num_steps:
+            *options, noise_scale = scales
+            ratio = _rounding(_gram(self.kernel, x, x, *options), noise_scale)
+            if ratio > 1:
+                warnings.warn(
+                    f"the rounding errors of the Gram matrix in {x.dtype} may be {ratio:.3g} times"
+                    " the variance of the fitted noise, and scales and losses as far off: fit in"
+                    " float64 (jax.enable_x64), or with a fixed, larger noise_scale",
+                    stacklevel=2,
+                )
         return dataclasses.replace(self, scales=scales, x=x, y=y, losses=losses)
 
     def with_features(

@@ -83,6 +83,23 @@ def test_exact_is_that_of_sklearn():
         assert float(seen.losses[0]) == pytest.approx(-value / 30, abs=1e-9)
 
 
+def test_a_fit_that_is_too_coarse_for_the_noise_warns():
+    """The noise of exact values: fitted in float32 it is that of the rounding errors."""
+    x = np.linspace(-2, 2, 20)[:, None]
+    options = dict(num_steps=80, optimizer=optax.adam(0.1))
+    with jax.enable_x64(False):
+        x32, y32 = np.float32(x), np.float32(np.sin(2 * x[:, 0]))
+        with pytest.warns(UserWarning, match="the variance of the fitted noise"):
+            gp.GaussianProcess().fit(x32, y32, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            gp.GaussianProcess(scales=gp.Scales(1, 1, 1e-4)).fit(x32, y32, num_steps=0)
+            gp.GaussianProcess().fit(x32, y32, num_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gp.GaussianProcess().fit(x, np.sin(2 * x[:, 0]), **options)
+
+
 def test_fit_finds_the_optimum_of_sklearn():
     kernel = of_sklearn.ConstantKernel() * of_sklearn.RBF() + of_sklearn.WhiteKernel()
     reference = GaussianProcessRegressor(kernel, random_state=0).fit(X, Y)
