@@ -44,7 +44,7 @@ from vit import weights as published
 from vit.config import arguments, cli
 from vit.data.classes import placeholders
 from vit.model import ViT
-from vit.run import buckets, devices, safety
+from vit.run import buckets, devices, runs, safety
 from vit.weights import hub, transfer
 from vit.weights.encoder import Arrays, Encoder
 
@@ -83,6 +83,7 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
     encoder = published.read(file)
     dataset = _no_data(encoder) if config is None else None
     new = of_encoder(config, encoder)
+    runs.check_learned(new)
     with transfer.begun(new, workdir, {"weights": origin}, dataset) as (model, _, dataset):
         named, lines = fitted(encoder, model, dataset)
         lines += resizing(encoder, new.data)

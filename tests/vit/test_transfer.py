@@ -87,6 +87,31 @@ def test_other_frequencies_are_drawn_and_the_moments_stay(source, tmp_path):
     ]
 
 
+def test_learned_features_come_from_a_run_that_has_them(source, tmp_path):
+    """Drawn frequencies in their place would be features of another kernel."""
+    learned = config.Block(num_features=8, exact_window=2, transferred=True)
+    attention = config.Attention(blocks=(learned,) * SETTINGS.model.size.depth)
+    settings = dataclasses.replace(SETTINGS, attention=attention)
+    with transfer.begun(settings, tmp_path / "learned", {}) as (model, task, _):
+        for layer in task.layers(model):
+            weights = layer.attention_fn.learned["weights"]
+            weights[...] = jnp.linspace(0, 1, weights[...].size).reshape(weights[...].shape)
+    message = r"blocks\[0\].transferred=True: such features are learned by vit.convert"
+    with pytest.raises(ValueError, match=message):
+        train.train(settings, tmp_path / "run")
+    with pytest.raises(ValueError, match="has no learned features of this size there"):
+        begun(source, tmp_path / "run", attention=attention)
+    assert not (tmp_path / "run").exists()
+    other = dataclasses.replace(attention, coupling="orf")  # of draws: these are copied
+    new, old, lines = begun(tmp_path / "learned", tmp_path / "run", attention=other)
+    assert lines[-1] == "frequencies: copied"
+    features = [jax.tree.leaves(nnx.state(model, Frequencies)) for model in (new, old)]
+    assert len(features[0]) == 3 * len(attention.blocks)
+    for pair in zip(*features, strict=True):
+        np.testing.assert_array_equal(*pair)
+    assert train.train(dataclasses.replace(settings, attention=other), tmp_path / "run")["step"]
+
+
 def keys_kernel(x):
     """Cubic convolution with a = -1/2 (Keys 1981)."""
     x = np.abs(x)

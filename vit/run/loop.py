@@ -227,6 +227,8 @@ def train(
     loggers.check(log)
     if profile:
         buckets.check_local(workdir, "with --profile, --workdir=")
+    if not (workdir / "config.json").exists():
+        runs.check_learned(config)
     dataset, task = runs.subject(config, dataset, task, workdir)
     devices.check_same(runs.shared_settings(config, dataset, task))
     mesh = devices.mesh(config)

@@ -190,6 +190,16 @@ def _batches_of(
     return data.eval_batches(dataset._replace(evaluation=few), sizes)
 
 
+def check_learned(config: configs.Config) -> None:
+    """Raise ValueError for features of attention transfer, which only another run can give."""
+    for number, block in enumerate(config.attention.blocks):
+        if block.transferred:
+            raise ValueError(
+                f"config.attention.blocks[{number}].transferred=True: such features are learned by"
+                " vit.convert. Begin from its run with --init_from, or set False to draw features"
+            )
+
+
 def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Task) -> None:
     """Create the folder of the run, with `config.json` and `task.json`.
 

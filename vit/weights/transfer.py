@@ -11,7 +11,8 @@ depend on data, image or attention are adapted, or new:
     positions    resampled to the new grid (bicubic with antialiasing); "sincos" ones are computed
     patches      new if the patch size or the number of channels differs
     class token  new if the other run has none
-    frequencies  copied if coupling, number of features and heads are the same; else drawn anew
+    frequencies  copied if coupling, number of features and heads are the same; else drawn anew;
+                 those learned by attention transfer must fit
     calibration  running moments are copied if both runs keep them; they are of queries and keys,
                  whatever the frequencies
 
@@ -81,7 +82,8 @@ def init_from(
 
     Raises:
         ValueError: if the config cannot work, the source holds no run or one of another width or
-            depth, the workdir holds anything else, or there are several processes.
+            depth, or without features that the config has as `transferred`; the workdir holds
+            anything else, or there are several processes.
         vit.run.checkpoint.SaveError: if the run cannot be written.
     """
     origin = files.noted(workdir / ORIGIN) or {}
@@ -211,7 +213,7 @@ def take(
         f"{source} at step {trained.step}: {count}",
         *lines,
         *differences(old, new, fresh, "new"),
-        *_take_attention(trained, model, task, config),
+        *_take_attention(source, trained, model, task, config),
     ]
 
 
@@ -302,26 +304,51 @@ FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "blocks")
 """Fields of `config.attention` that determine the draw of frequencies."""
 
 
-def _take_attention(trained: Source, model: Model, task: Task, config: configs.Config) -> list[str]:
-    """Copy frequencies and running moments into the new model, and return a report."""
-    attention, measured = (trained.config.attention, config.attention), False
+def _take_attention(
+    source: Path, trained: Source, model: Model, task: Task, config: configs.Config
+) -> list[str]:
+    """Copy frequencies and running moments into the new model, and return a report.
+
+    Raises:
+        ValueError: for a layer whose features are learned, if the source has none of their size.
+    """
+    attention, measured, drawn = (trained.config.attention, config.attention), False, False
     fields = {name: [getattr(each, name) for each in attention] for name in FREQUENCIES}
     different = [f"{name} {a!r} -> {b!r}" for name, (a, b) in fields.items() if a != b]
-    for layers in zip(task.layers(trained.model), task.layers(model), strict=True):
+    pairs = zip(task.layers(trained.model), task.layers(model), strict=True)
+    for number, layers in enumerate(pairs):
         old, new = (layer.attention_fn for layer in layers)
+        given, wanted = _features(old), _features(new)
+        if "weights" in wanted and _shapes(given) != _shapes(wanted):
+            raise ValueError(
+                f"config.attention.blocks[{number}].transferred=True, and {source} has no learned"
+                " features of this size there: take its config.attention.blocks, or False"
+            )
+        if "weights" in wanted or not different:
+            for name in given.keys() & wanted.keys():
+                wanted[name][...] = given[name][...]
+        else:
+            drawn |= bool(wanted)
         if not (isinstance(old, PerformerAttention) and isinstance(new, PerformerAttention)):
             continue
-        if not different and new.frequencies is not None and old.frequencies is not None:
-            new.frequencies[...] = old.frequencies[...]
-            for name, x in new.learned.items():
-                x[...] = old.learned[name][...]
         moments = [np.shape(x.statistics["moments"]) for x in (old, new) if x.statistics]
         if len(moments) == 2 and moments[0] == moments[1]:
             new.calibrate(old.statistics["moments"][...])
             measured = True
     if config.attention.kind != "performer":
         return []
-    drawn = f"drawn anew ({', '.join(different)})" if different else "copied"
+    frequencies = f"drawn anew ({', '.join(different)})" if drawn else "copied"
     calibration = "running moments are copied" if measured else "begins anew"
     calibrated = config.attention.calibration != "none"
-    return [f"frequencies: {drawn}", *[f"calibration: {calibration}"] * calibrated]
+    return [f"frequencies: {frequencies}", *[f"calibration: {calibration}"] * calibrated]
+
+
+def _features(function: Any) -> dict[str, nnx.Variable]:
+    """Frequencies of an attention function, and what attention transfer learned; {} if exact."""
+    if not isinstance(function, PerformerAttention) or function.frequencies is None:
+        return {}
+    return {"frequencies": function.frequencies, **function.learned}
+
+
+def _shapes(variables: Mapping[str, nnx.Variable]) -> dict[str, tuple[int, ...]]:
+    return {name: x[...].shape for name, x in variables.items()}
