@@ -35,7 +35,8 @@ def cache_folder() -> Path:
 CACHE = cache_folder()
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+AS_FOR_USERS = bool(os.environ.get("PERFORMER_TEST_OPTIMISED"))
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not AS_FOR_USERS))
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # lowering is quicker by a fifteenth
 # XLA's threads, of which a program on eight devices takes eight. With no more than these, launches
 # of a second program can keep the first one from starting on all devices, each of which waits for
@@ -45,14 +46,13 @@ isa = os.environ.get("PERFORMER_TEST_ISA")  # of an older processor, which round
 # With few optimisations too, machine code in an eighth of the time (a gradient: 1.53 s, .18 s).
 # The first flag ends with JAX 0.10, and an unknown one ends the process.
 old = ["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        *([f"--xla_cpu_max_isa={isa}"] if isa else []),
-        *old,
-        "--xla_cpu_parallel_codegen_split_count=1",
-        "--xla_cpu_prefer_vector_width=128",
-    ]
-)
+few = [
+    *old,
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_cpu_prefer_vector_width=128",
+]
+limit = [f"--xla_cpu_max_isa={isa}"] if isa else []
+os.environ["XLA_FLAGS"] = " ".join(limit if AS_FOR_USERS else [*limit, *few])
 
 import jax
 
@@ -132,7 +132,7 @@ def _optimised(request):
     jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", not AS_FOR_USERS)
     jax.clear_caches()
 
 
