@@ -4,7 +4,7 @@ PYTEST_WORKERS ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 BIN := .venv/bin
 
-.PHONY: install demo docs test test-all test-thorough test-faults test-slow test-versions lint format clean
+.PHONY: install demo docs test test-all test-thorough test-faults test-slow test-optimised test-versions lint format clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml
@@ -31,6 +31,9 @@ test-faults: install  ## plants faults, one at a time, and checks that a test fa
 
 test-slow: install  ## only the long statistical runs
 	$(BIN)/pytest -n $(PYTEST_WORKERS) -m slow
+
+test-optimised: install  ## `make test` compiled as for users, whose fusions round otherwise
+	PERFORMER_TEST_OPTIMISED=1 $(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 test-versions:  ## `make test` under each installed Python of PYTHONS, with the newest releases of all packages
 	@for python in $(PYTHONS); do \
