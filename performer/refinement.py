@@ -373,17 +373,20 @@ def row_squares(x: Float[Array, "b n t s"], pairs: Bool[Array, "b 1 t s"]) -> Fl
 
 
 def squared(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
-    """|A^ - A|^2 / |A|^2 of each head."""
+    """|A^ - A|^2 / |A|^2 of each head; 0 without pairs."""
     error, size = (jnp.sum(row_squares(x, pairs), (0, 2)) for x in (estimate - exact, exact))
-    return error / size
+    return error / jnp.where(size > 0, size, 1)
 
 
 def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
-    """Kullback-Leibler divergence of the rows of A^ from those of A, their mean, of each head."""
+    """Kullback-Leibler divergence of the rows of A^ from those of A, their mean, of each head.
+
+    It is 0 without pairs.
+    """
     positive = pairs & (exact > 0)
     exact, estimate = (jnp.where(positive, x, 1) for x in (exact, jnp.maximum(estimate, 1e-30)))
     rows = jnp.sum(jnp.any(pairs, axis=-1), dtype=exact.dtype)
-    return jnp.sum(exact * (jnp.log(exact) - jnp.log(estimate)), (0, 2, 3)) / rows
+    return jnp.sum(exact * (jnp.log(exact) - jnp.log(estimate)), (0, 2, 3)) / jnp.maximum(rows, 1)
 
 
 @partial(jax.jit, static_argnames=("estimate", "steps", "is_causal", "examples"))
@@ -517,14 +520,17 @@ def at_least_near(
     sample: Sample,
     is_causal: bool = False,
 ) -> Far:
-    """Set the weight -inf for heads whose held-out squared error it does not raise."""
+    """Set the weight -inf for heads whose held-out squared error it does not raise.
+
+    Heads keep their features where a query has no near pair: its row would have no pair at all.
+    """
     _, held_out = parted(sample)
     alone = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
     errors = [
         _mean_losses(estimate, squared, is_causal, fixed, held_out, 1, each)
         for each in (far, alone)
     ]
-    kept = (errors[0] < errors[1]) | (fixed[1].window == 0)  # else nothing would be left
+    kept = (errors[0] < errors[1]) | jnp.isnan(errors[1]) | (fixed[1].window == 0)
     return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
 
 

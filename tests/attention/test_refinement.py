@@ -208,6 +208,21 @@ def test_refining_what_is_far():
     assert np.isfinite(only.weight).all()
 
 
+@pytest.mark.parametrize("kind", ["an example without tokens", "queries without near keys"])
+def test_features_are_refined_and_kept_where_the_window_cannot_be_judged(kind):
+    """An example without pairs has no error; a query without near keys needs far ones."""
+    exists, drawn = np.ones((16, 9), bool), couplings.draw(jax.random.key(1), "orf", 16, 4, 2)
+    if kind == "an example without tokens":
+        exists[4] = False  # the first one held out
+        seen = sample(16)._replace(queries=jnp.asarray(exists), keys=jnp.asarray(exists))
+    else:
+        exists[:, :6] = False
+        seen = sample(16)._replace(keys=jnp.asarray(exists))
+    refined = refine_far(Far.of(START * drawn), None, Exact(2), seen, steps=20)
+    assert np.isfinite(refined.weight).all()
+    assert np.all(abs(refined.w_key - START * drawn).max(axis=(1, 2)) > 0)
+
+
 def test_a_calibration_absorbed_by_the_features():
     """The same rows as with it, near pairs and grouped heads included."""
     query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
