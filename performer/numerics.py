@@ -40,9 +40,15 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
 
 
 def _is_tiny(left: Array, right: Array) -> bool:
-    """True for products that cost nothing: XLA on CPU has none of single bfloat16 numbers."""
+    """True for products that cost little: XLA on CPU has no sum of bfloat16 that is one number.
+
+    It makes such sums of products with vectors, too, where it associates several anew.
+    """
     sizes = (*left.shape, *right.shape)
-    return not any(map(is_symbolic_dim, sizes)) and math.prod(sizes) <= TINY
+    if any(map(is_symbolic_dim, sizes)):
+        return False
+    is_vector = any(sum(size > 1 for size in x.shape) <= 1 for x in (left, right))
+    return is_vector or math.prod(sizes) <= TINY
 
 
 def operand_dtype(value: Array) -> jnp.dtype:
