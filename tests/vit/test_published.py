@@ -219,6 +219,22 @@ def test_what_is_refused_says_why(file, change, about, message):
     refused(file(name, change, **({} if about is None else {"config": about})), message)
 
 
+@pytest.mark.parametrize(
+    ("name", "array", "missing"),
+    [
+        ("hf_vit", "layer.1.attention.attention.value.bias", ["value"]),
+        ("timm_vit", "blocks.1.attn.qkv.bias", ["key", "query", "value"]),
+    ],
+)
+def test_a_bias_that_one_block_lacks_is_missing(file, name, array, missing):
+    """It is not taken for zeros: those of encoders without biases are lacking in all blocks."""
+    path = file(name, without(array), config=beside(name))
+    with pytest.raises(ValueError, match="does not fit the model") as error:
+        made(path.parent)
+    lines = [f"blocks/1/attention/{x}/bias: (2, 8) here, not there" for x in missing]
+    assert [line.strip() for line in str(error.value).splitlines()[1:]] == lines
+
+
 def test_files_that_cannot_be_read(tmp_path):
     for suffix in (".bin", ".pth", ".pt"):
         refused(tmp_path / f"x{suffix}", "(?s)is a pickle, which can run programs.*torch.load")

@@ -229,12 +229,15 @@ def _split_heads(named: Arrays, heads: int) -> None:
 
 
 def _zero_biases(named: Arrays) -> list[str]:
-    """Add biases of zeros where some encoders have none: in the embedding and in attention."""
-    added = []
+    """Add biases of zeros where some encoders have none: in the embedding and in attention.
+
+    A bias that other blocks have is missing, and is listed with what else is.
+    """
+    added, given = [], {re.sub(r"\d+", "*", name) for name in named}
     for name in list(named):
         bias, shape = name.replace("kernel", "bias"), named[name].shape
         needed = re.fullmatch(r"(embed|.*attention/(query|key|value))/kernel", name)
-        if needed and bias not in named:
+        if needed and re.sub(r"\d+", "*", bias) not in given:
             named[bias] = np.zeros(shape[-1:] if "embed" in name else shape[1:], "f4")
             added.append(bias)
     return [f"{len(added)} biases are not in the file: zeros"] if added else []
