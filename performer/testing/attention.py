@@ -81,13 +81,19 @@ class Case(NamedTuple):
 
 
 NORMS = (1e-4, 1.0, 10.0, 1e2, 1e4)
+LONG_SEQUENCE = Case(b=1, t=300, s=300, n=1, k=1, h=4, v=5, m=6)
+"""Two blocks of 128 tokens and a part of a third."""
 CASES: dict[str, tuple[Case, ...]] = {
-    "shapes": (Case(), Case(b=1, t=33, s=33, n=3, k=3, h=4, v=5, m=6)),
+    "shapes": (Case(), Case(b=1, t=33, s=33, n=3, k=3, h=4, v=5, m=6), LONG_SEQUENCE),
     "one token": (Case(b=1, t=1, s=1, n=1, k=1),),
     "cross attention": (Case(t=5), Case(s=4)),
     "grouped heads": (Case(n=4, k=2), Case(n=3, k=1)),
     "mask": (Case(masked=True), Case(masked=True, junk=50.0), Case(masked=True, b=1, s=12)),
-    "causal": (Case(is_causal=True), Case(is_causal=True, t=21, s=21)),
+    "causal": (
+        Case(is_causal=True),
+        Case(is_causal=True, t=21, s=21),
+        LONG_SEQUENCE._replace(is_causal=True),
+    ),
     "causal mask": (Case(is_causal=True, masked=True),),
     "norms": tuple(Case(norm=norm) for norm in NORMS),
     "causal norms": tuple(Case(norm=norm, is_causal=True) for norm in NORMS),
@@ -120,7 +126,8 @@ def assert_attention_matches(
     """Assert that a function computes the estimate of `reference_attention`, case by case.
 
     The cases (`CASES`) vary shapes, grouped heads, masks with a row without keys and with long
-    masked keys, causal attention, dtypes, and norms of queries and keys from 1e-4 to 1e4. Then
+    masked keys, causal attention, dtypes, norms of queries and keys from 1e-4 to 1e4, and lengths
+    up to 300 tokens, for functions that compute in blocks of up to 128. Then
     `jit`, `vmap`, `scan` and the gradients of queries, keys and values are compared, the gradients
     also with a mask and causally (`WITH_GRADIENTS`). The limit of an output is `tolerance` times
     its first-order bound for the dtype. Where the bound is larger than the values (norms above

@@ -69,6 +69,7 @@ def wrong(
     stop=None,
     detach="",
     gain=0.0,
+    block=0,
 ):
     """The estimate pair by pair, with a fault at each keyword."""
     if dtype is not None:
@@ -94,6 +95,9 @@ def wrong(
     allowed = jnp.ones((1, 1, q.shape[1], k.shape[1]), bool)
     if is_causal:
         allowed = jnp.tri(q.shape[1], k.shape[1], see, dtype=bool)[None, None]
+    if is_causal and block:  # the state of the last block alone
+        query_block, key_block = (jnp.arange(x.shape[1]) // block for x in (q, k))
+        allowed = allowed & (query_block[:, None] - key_block <= 1)
     if mask is not None and keys_masked:
         allowed = allowed & (mask != 0)
     if top == "features":
@@ -122,6 +126,8 @@ FAULTS = {
     "a global maximum": (dict(top="all", epsilon=1e-6), r"(shapes|norms) \("),
     "a global maximum without epsilon": (dict(top="all"), r"norms \(norm=100.*one maximum for all"),
     "only 8 queries": (dict(stop=8), r"shapes \(default sizes\): batch entry \d, query 8"),
+    "only 256 queries": (dict(stop=256), r"shapes \(.*t=300.*query 2[56]\d"),
+    "a state of one block": (dict(block=128), r"causal \(.*t=300.*query 2[5-9]\d"),
     "bfloat16 inside": (dict(dtype=jnp.bfloat16), r"shapes \(.* or from products in low precisi"),
     "no gradient of keys": (
         dict(detach="always"),
