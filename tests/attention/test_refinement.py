@@ -215,6 +215,8 @@ def test_features_are_refined_and_kept_where_the_window_cannot_be_judged(kind):
     if kind == "an example without tokens":
         exists[4] = False  # the first one held out
         seen = sample(16)._replace(queries=jnp.asarray(exists), keys=jnp.asarray(exists))
+        unused = refine_far(Far.of(START * drawn), None, Exact(9), seen, steps=1)
+        assert np.isneginf(unused.weight).all()  # the others are judged
     else:
         exists[:, :6] = False
         seen = sample(16)._replace(keys=jnp.asarray(exists))
