@@ -27,7 +27,7 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
     are operands themselves.
     """
     wide = float32_or_wider(left, right)
-    if dtype == jnp.bfloat16 and _is_tiny(left, right):
+    if dtype == jnp.bfloat16 and _is_tiny(equation, left, right):
         dtype = wide
     if dtype != jnp.bfloat16:
         left, right = left.astype(dtype), right.astype(dtype)
@@ -39,16 +39,30 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
     return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)
 
 
-def _is_tiny(left: Array, right: Array) -> bool:
-    """True for products that cost little: XLA on CPU has no sum of bfloat16 that is one number.
+def _is_tiny(equation: str, left: Array, right: Array) -> bool:
+    """True for products that cost little: XLA on CPU fails for some of bfloat16.
 
-    It makes such sums of products with vectors, too, where it associates several anew.
+    It has no sum that is one number, and makes such sums of products with vectors, too, where it
+    associates several anew. With a vector for each head (one token) it may end the process.
     """
     sizes = (*left.shape, *right.shape)
     if any(map(is_symbolic_dim, sizes)):
         return False
-    is_vector = any(sum(size > 1 for size in x.shape) <= 1 for x in (left, right))
-    return is_vector or math.prod(sizes) <= TINY
+    return math.prod(sizes) <= TINY or _has_vectors(equation, left, right)
+
+
+def _has_vectors(equation: str, left: Array, right: Array) -> bool:
+    """True if an operand is a vector, apart from the axes that both have and the product keeps."""
+    inputs, output = equation.replace("...", ".").split("->")
+    names = inputs.split(",")
+    shared = set(output).intersection(*names)
+    for axes, x in zip(names, (left, right), strict=True):
+        before, _, after = axes.partition(".")
+        kept = (*before, *"." * (x.ndim - len(before + after)), *after)
+        sizes = [size for axis, size in zip(kept, x.shape, strict=True) if axis not in shared]
+        if sum(size > 1 for size in sizes) <= 1:
+            return True
+    return False
 
 
 def operand_dtype(value: Array) -> jnp.dtype:

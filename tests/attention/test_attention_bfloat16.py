@@ -106,8 +106,11 @@ def test_single_numbers(options):
     np.testing.assert_array_equal(pull(output)[2], 1)
 
 
-def test_one_token_of_one_head():
-    """Its normaliser is one number, a sum of products that XLA on CPU does not have in bfloat16."""
-    query, key, value = jnp.ones((3, 1, 1, 1, 64), jnp.bfloat16)
-    frequencies = jnp.ones((256, 64))
-    np.testing.assert_array_equal(performer_attention(query, key, value, frequencies), value)
+@pytest.mark.parametrize("heads", [1, 8])
+def test_one_token(heads):
+    """Products of XLA on CPU that fail in bfloat16: a sum that is one number, vectors of heads."""
+    query, key, value = jnp.ones((3, 1, 1, heads, 64), jnp.bfloat16)
+    attend = partial(performer_attention, frequencies=jnp.ones((256, 64)))
+    output, pull = jax.vjp(lambda *tokens: attend(*tokens), query, key, value)
+    np.testing.assert_array_equal(output, value)
+    np.testing.assert_array_equal(pull(output)[2], value)
