@@ -9,14 +9,17 @@ and a feature is a landmark that attends over the keys whose walks visit x:
     c_xf = max_j l_f(k_j),    U_xf = sum_j Phi_jx e^{l_f(k_j) - c_xf} (v_j, 1),
 
 l_f the exponent of phi_f. Each query attends over the landmarks that its walks visit, with the
-exponents l_f(q_i) + c_xf less their maximum. The maxima cancel in the ratio. No exponent is above
-0, so that nothing overflows, and a row has a term with the exponent 0, so that a normaliser of
-non-negative terms is at least a product of two entries of Phi. Time and memory are linear in the
-visits of the walks.
+exponents l_f(q_i) + c_xf less their maximum. The maxima cancel in the ratio. No term is above 1 in
+absolute value, so that nothing overflows, and a row has a term 1, so that a normaliser of
+non-negative terms is at least 1. Time and memory are linear in the visits of the walks.
 
 Where few walks meet at a node, the pairs (i, j) that share one are as few, and cheaper: each has
 m + v multiplications, each visit m v. Their sums have one maximum for each row, over pairs and
 features.
+
+The maxima include log |Phi_jx|. An entry of Phi may be 0 or tiny, at steps beyond the degree of a
+polynomial kernel or deep in a series that decays. A key that a query reaches by such entries alone
+would otherwise set its maximum, and the other keys would vanish next to it.
 """
 
 from dataclasses import replace
@@ -273,11 +276,12 @@ def _over_links(
     ends = links.query, links.key  # nodes, (blocks, B) each
     stopped = jax.lax.stop_gradient((query[0], key[0]))
 
-    def highest(top, ends):
-        (i, j), (a, b) = ends, stopped
-        return top.at[i].max(jnp.max(a[i] + b[j], axis=-1)), None  # (B, m) -> (B,) -> rows i
+    def highest(top, x):
+        ((i, j), size), (a, b) = x, stopped
+        return top.at[i].max(jnp.max(a[i] + b[j], axis=-1) + size), None  # (B, m) -> (B,) -> rows i
 
-    top = jax.lax.scan(highest, jnp.full_like(value[:, 0], -jnp.inf), ends)[0]
+    xs = ends, _log_size(weights)
+    top = jax.lax.scan(highest, jnp.full_like(value[:, 0], -jnp.inf), xs)[0]
     top = finite(top)
     tables = (*query, top[:, None]), (*key, value)  # rows of nodes, gathered block by block
     return _pair_sums(*tables, weights, ends), top
@@ -286,10 +290,22 @@ def _over_links(
 def _pair_rows(query_rows, key_rows, weights: Array) -> Array:
     """Summands of numerators and normalisers (B, v + 1), given the rows of queries and keys."""
     (a, left, top), (b, right, value) = query_rows, key_rows
-    terms = jnp.exp(a + b - top)  # (B, m), at most 1
+    terms = _scaled(a + b - top, weights[:, None])  # (B, m), at most 1
     for factor in (left, right):
         terms = terms if factor is None else terms * factor
-    return (jnp.sum(terms, axis=-1) * weights)[:, None] * value
+    return jnp.sum(terms, axis=-1, keepdims=True) * value
+
+
+def _log_size(entries: Array) -> Array:
+    """Return log |entries|; -inf if they are 0, or subnormal, which processors may round to 0."""
+    size = jnp.abs(jax.lax.stop_gradient(entries))
+    return jnp.where(size < jnp.finfo(size.dtype).tiny, -jnp.inf, jnp.log(size))
+
+
+def _scaled(exponent: Array, entries: Array) -> Array:
+    """Return exp(x) entry. Entries of 0, which set no maximum, must not meet an infinite exp."""
+    absent = _log_size(entries) == -jnp.inf
+    return jnp.exp(jnp.where(absent, jnp.minimum(exponent, 40), exponent)) * entries
 
 
 def _rows(table, index: Array):
@@ -356,12 +372,14 @@ def _sparse(
         for y, fill in ((query[0], 0.0), (key[0], -jnp.inf))
     )
 
+    left_size, right_size = (_log_size(y.value)[:, None] for y in (left, right))
+
     def highest(key):  # (t, c) -> (T, c) -> c_xf (x, c)
-        top = jax.ops.segment_max(key[right.start], right.node, landmarks)
+        top = jax.ops.segment_max(key[right.start] + right_size, right.node, landmarks)
         return finite(top), top
 
     def tops(query, key):  # largest exponent of each row, (t,)
-        exponent = query[left.start] + highest(key)[1][left.node]
+        exponent = query[left.start] + highest(key)[1][left.node] + left_size
         return jax.ops.segment_max(jnp.max(exponent, axis=-1), left.start, nodes)
 
     top = jax.lax.stop_gradient(
@@ -376,13 +394,13 @@ def _sparse(
     @jax.checkpoint  # (T, c, v + 1) is the largest array, of one chunk at a time
     def part(query, key, query_factor, key_factor):
         most, exact = jax.lax.stop_gradient(highest(key))
-        weights = jnp.exp(key[right.start] - most[right.node]) * right.value[:, None]
+        weights = _scaled(key[right.start] - most[right.node], right.value[:, None])
         if key_factor is not None:
             weights = weights * key_factor[right.start]
         moved = weights[:, :, None] * value[right.start][:, None, :]  # (T, c, v + 1)
         sums = jax.ops.segment_sum(moved, right.node, landmarks)  # U_xf (x, c, v + 1)
         exponent = query[left.start] + exact[left.node] - top[left.start][:, None]
-        weights = jnp.exp(exponent) * left.value[:, None]
+        weights = _scaled(exponent, left.value[:, None])
         if query_factor is not None:
             weights = weights * query_factor[left.start]
         visits = jnp.sum(weights[:, :, None] * sums[left.node], axis=1)  # (T, v + 1)

@@ -194,13 +194,22 @@ def test_numerator_and_normaliser_are_unbiased(coupling, summed):
 
 
 @pytest.mark.parametrize("implementation", ["pairs", "visits"])
-@pytest.mark.parametrize("size", tiers([40.0, 1.0], 1))
-def test_sparse_sums_hold_for_any_norm(size, implementation):
-    """Long keys in one component, whose features are far below those of keys of 0 in another."""
+@pytest.mark.parametrize(
+    ("size", "kernel", "long"),
+    tiers([(40.0, DIFFUSION, 5), (40.0, kernels.RandomWalk(2), None), (1.0, DIFFUSION, 5)], 2),
+)
+def test_sparse_sums_hold_for_any_norm(size, kernel, long, implementation):
+    """Long keys in one component, whose features are far below those of keys of 0 in another.
+
+    With a polynomial, walks reach keys that have no part, however long they are.
+    """
     q, k, v, w = inputs(size=size)
-    k = k.at[:, 5:].set(0)
-    mask = estimate()
-    found = attend(q, k, v, w, mask, implementation=implementation)
+    k = k.at[:, long or len(k[0]) :].set(0)
+    mask = estimate(kernel=kernel)
+    attention_sum = partial(attend, implementation=implementation)
+    found = attention_sum(q, k, v, w, mask)
+    slope = jax.grad(lambda q: attention_sum(q, k, v, w, mask).sum())(q)
+    assert np.isfinite(slope).all()
     with jax.enable_x64(True):
         logs = np.einsum("btnh,mh->btnm", np.asarray(q, float), w) * H**-0.25
         keys = np.einsum("bsnh,mh->bsnm", np.asarray(k, float), w) * H**-0.25
