@@ -16,6 +16,7 @@ N(0, I), is corrected by the kernel of the nodes seen. Its equations need the fe
 nodes alone, so their cost does not grow with the graph.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -49,6 +50,9 @@ def condition(
 ) -> Gaussian:
     """Return the posterior of f at k nodes, by one system of equations for each of them.
 
+    It warns if rounding errors of K may exceed the variance of the noise (outside `jit`), as
+    `performer.gp` does.
+
     Args:
         kernel: K, any object of shape (N, N) that multiplies traced vectors with `@`. A matrix of
             SciPy does not: use `.toarray()`.
@@ -71,15 +75,24 @@ def condition(
     positive_number("output_scale", output_scale)
     arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(kernel))
     program = jax.jit(_condition) if arrays else _condition  # a user-defined kernel
-    posterior, residual = program(kernel, observed, nodes, y, noise_scale, output_scale, tolerance)
-    return _converged(posterior, residual, tolerance)
+    program = partial(program, kernel, observed, nodes, y, noise_scale, output_scale)
+    posterior, residual, ratio = program(tolerance)
+    posterior = _converged(posterior, residual, tolerance)
+    if not isinstance(ratio, Tracer) and float(ratio) > 1:
+        warnings.warn(
+            f"the rounding errors of the kernel in {ratio.dtype} may be {float(ratio):.3g} times the"
+            " variance of the noise, and the posterior off by several of its standard deviations:"
+            " use float64, or a larger noise_scale",
+            stacklevel=2,
+        )
+    return posterior
 
 
 @jax.default_matmul_precision("highest")
 def _condition(
     kernel, observed, nodes, y, noise_scale, output_scale, tolerance
-) -> tuple[Gaussian, Array]:
-    """Return the posterior, and the residual of the equations."""
+) -> tuple[Gaussian, Array, Array]:
+    """Return the posterior, the residual, and rounding errors of K in units of the noise."""
     one_hot = jnp.zeros((kernel.shape[0], len(nodes)), y.dtype)
     columns = kernel @ one_hot.at[nodes, jnp.arange(len(nodes))].set(1)  # (N, k)
     dtype = columns.dtype  # the wider of kernel and values
@@ -87,9 +100,13 @@ def _condition(
     columns = output_scale**2 * columns
     cross = columns[observed]
     system = _system(kernel, observed, output_scale, noise_scale)
-    solution, residual = _solve(system, jnp.concatenate([y[:, None], cross], axis=1), tolerance)
-    covariance = columns[nodes] - cross.T @ solution[:, 1:]
-    return Gaussian(cross.T @ solution[:, 0], covariance), residual
+    right = jnp.concatenate([y[:, None], cross], axis=1)
+    solution, residual = _solve(system, right, tolerance)
+    # With the residuals r, the error r^T C^-1 r is of second order in the tolerance.
+    known = cross.T @ solution + solution[:, 1:].T @ (right - system(solution))
+    trace = len(y) / max(len(nodes), 1) * jnp.trace(columns[nodes])  # as if all nodes were alike
+    ratio = jnp.finfo(dtype).eps * trace / noise_scale**2
+    return Gaussian(known[:, 0], columns[nodes] - known[:, 1:]), residual, ratio
 
 
 def sample(
