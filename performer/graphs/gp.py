@@ -80,9 +80,9 @@ def condition(
     posterior = _converged(posterior, residual, tolerance)
     if not isinstance(ratio, Tracer) and float(ratio) > 1:
         warnings.warn(
-            f"the rounding errors of the kernel in {ratio.dtype} may be {float(ratio):.3g} times the"
-            " variance of the noise, and the posterior off by several of its standard deviations:"
-            " use float64, or a larger noise_scale",
+            f"the rounding errors of the kernel in {ratio.dtype} may be {float(ratio):.3g} times"
+            " the variance of the noise, and the posterior off by several of its standard"
+            " deviations: use float64, or a larger noise_scale",
             stacklevel=2,
         )
     return posterior
