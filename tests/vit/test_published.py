@@ -285,13 +285,15 @@ def test_what_config_json_of_transformers_leaves_out_is_the_default_of_its_class
     assert encoder.model == original("hf_siglip").model
 
 
-def test_mean_and_deviation_are_those_beside_the_file(file):
+@pytest.mark.parametrize("largest", [1, 2])
+def test_mean_and_deviation_are_those_beside_the_file(file, largest):
     about = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    about |= {"rescale_factor": largest / 255} if largest > 1 else {}
     path = file("hf_vit", config=beside("hf_vit"), preprocessor_config=about)
     x = np.random.default_rng(0).uniform(0, 1, (4, 4, 3))
     plain = safetensors.numpy.load_file(path)
     kernel = plain["vit.embeddings.patch_embeddings.projection.weight"].transpose(2, 3, 1, 0)
-    normalised = (x - about["image_mean"]) / about["image_std"]
+    normalised = (largest * x - about["image_mean"]) / about["image_std"]
     want = np.einsum("ijc,ijcw->w", normalised, kernel)
     want += plain["vit.embeddings.patch_embeddings.projection.bias"]
     arrays = published.read(path).arrays

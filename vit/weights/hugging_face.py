@@ -110,6 +110,11 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
         raise ValueError(f"config.json: hidden_act={act!r} is none of {', '.join(ACTIVATIONS)}")
     if preprocessor.get("do_normalize") is False:
         preprocessor = preprocessor | {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    mean = preprocessor.get("image_mean") or default.mean
+    std = preprocessor.get("image_std") or default.std
+    stretch = 255 * (preprocessor.get("rescale_factor") or 1 / 255)
+    if abs(stretch - 1) > 1e-6:  # (stretch x - mean) / std, x from 0 to 1
+        mean, std = (tuple(number / stretch for number in each) for each in (mean, std))
     size = preprocessor.get("size") or 0
     keeps_ratio = "shortest_edge" in size if isinstance(size, dict) else kind.startswith("dinov2")
     resample = preprocessor.get("resample")
@@ -118,8 +123,8 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
         num_heads=config.get("num_attention_heads", default.num_heads),
         epsilon=float(config.get("layer_norm_eps", default.epsilon)),
         activation="swiglu" if config.get("use_swiglu_ffn") else ACTIVATIONS[act],
-        mean=preprocessor.get("image_mean") or default.mean,
-        std=preprocessor.get("image_std") or default.std,
+        mean=mean,
+        std=std,
         image_size=side(config.get("image_size", 224)),
         pooling=_pooling(arrays),
         antialias=kind == "dinov2_with_registers",
