@@ -339,7 +339,7 @@ def _differences(x: Array, y: Array, ulps: int) -> Array:
     """Return x - y, and 0 for coordinates that are equal up to the rounding of x / l.
 
     XLA computes x / l within x / l - x / l by a fused multiply-add, so that it is not 0, and in
-    each fusion by another one. At a kink the derivative would be that of the rounding error.
+    each fusion by another one. At a kink the derivative would be taken at the rounding error.
     """
     difference, rounding = x - y, ulps * jnp.finfo(x.dtype).eps
     return jnp.where(jnp.abs(difference) <= rounding * jnp.abs(x), 0.0, difference)

@@ -27,7 +27,7 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
     are operands themselves.
     """
     wide = float32_or_wider(left, right)
-    if dtype == jnp.bfloat16 and _is_tiny(equation, left, right):
+    if dtype == jnp.bfloat16 and _is_cheap(equation, left, right):
         dtype = wide
     if dtype != jnp.bfloat16:
         left, right = left.astype(dtype), right.astype(dtype)
@@ -39,10 +39,10 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
     return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)
 
 
-def _is_tiny(equation: str, left: Array, right: Array) -> bool:
+def _is_cheap(equation: str, left: Array, right: Array) -> bool:
     """True for products that cost little: XLA on CPU fails for some of bfloat16.
 
-    It has no sum that is one number, and makes such sums of products with vectors, too, where it
+    It has no sum that is one number, and also makes such sums of products with vectors, where it
     associates several anew. With a vector for each head (one token) it may end the process.
     """
     sizes = (*left.shape, *right.shape)

@@ -379,7 +379,7 @@ def squared(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Flo
 
 
 def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> Float[Array, " n"]:
-    """Kullback-Leibler divergence of the rows of A^ from those of A, their mean, of each head.
+    """Kullback-Leibler divergence of the rows of A^ from the rows of A, their mean, of each head.
 
     It is 0 without pairs.
     """

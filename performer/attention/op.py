@@ -456,7 +456,7 @@ def _attend(
     faded = not pairs.is_causal and keys.log_decay is not None
     packed = pairs.segments is not None and s and t
     by_position = exact.window or packed or many_causal or faded
-    x = _own_copies(x._replace(keys=keys), (pairs.segments, state) if by_position else None)
+    x = _copies_per_device(x._replace(keys=keys), (pairs.segments, state) if by_position else None)
     query, keys, is_causal = x.query.reshape(b, t, k, n // k, h), x.keys, pairs.is_causal
     maps, dtype = feature_maps(x, estimate), operand_dtype(keys.value)
     nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.w_query, x.w_key)
@@ -498,7 +498,7 @@ def _attend(
     return output.reshape(b, t, n, v), state
 
 
-def _own_copies(x: Arguments, others: Any) -> Arguments:
+def _copies_per_device(x: Arguments, others: Any) -> Arguments:
     """Arrays that devices share, as a copy for each device; with `others`, if not None, all alike.
 
     A gradient of shared arrays is a sum over devices. It must not stand in a loop, where it would

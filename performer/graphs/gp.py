@@ -75,8 +75,9 @@ def condition(
     positive_number("output_scale", output_scale)
     arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(kernel))
     program = jax.jit(_condition) if arrays else _condition  # a user-defined kernel
-    program = partial(program, kernel, observed, nodes, y, noise_scale, output_scale)
-    posterior, residual, ratio = program(tolerance)
+    posterior, residual, ratio = program(
+        kernel, observed, nodes, y, noise_scale, output_scale, tolerance
+    )
     posterior = _converged(posterior, residual, tolerance)
     if not isinstance(ratio, Tracer) and float(ratio) > 1:
         warnings.warn(

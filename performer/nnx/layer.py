@@ -173,7 +173,7 @@ class PerformerAttention(nnx.Module):
         old, scale = self.statistics["moments"][...], dict(self.options).get("scale")
         if old.dtype != float32_or_wider(old):
             raise ValueError(
-                f"the running moments of this layer have dtype {old.dtype}, too coarse for"
+                f"the running moments of this layer have dtype {old.dtype}, not exact enough for"
                 " covariances: cast the parameters alone, nnx.state(model, nnx.Param), or call"
                 " model.eval(), which keeps the calibration"
             )
@@ -212,7 +212,7 @@ class PerformerAttention(nnx.Module):
         Raises:
             ValueError: for a bias, attention dropout, or a mask that depends on the query or the
                 head, which linear attention cannot compute; or in training mode for running moments
-            that were cast to a dtype below float32.
+                that were cast to a dtype below float32.
         """
         attend = partial(
             attention_fn,

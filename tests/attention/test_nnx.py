@@ -194,7 +194,7 @@ def test_moments_of_half_precision_are_refused_in_training():
     tokens = jax.random.normal(jax.random.key(1), (3, 2, 5, 2, 4)).at[1].add(10.0)
     layer(*tokens)
     nnx.update(layer, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(layer)))
-    with pytest.raises(ValueError, match="moments of this layer have dtype bfloat16, too coarse"):
+    with pytest.raises(ValueError, match="moments of this layer have dtype bfloat16, not exact"):
         layer(*tokens)
     layer.eval()
     assert jnp.isfinite(layer(*tokens)).all()

@@ -199,7 +199,7 @@ def test_numerator_and_normaliser_are_unbiased(coupling, summed):
     tiers([(40.0, DIFFUSION, 5), (40.0, kernels.RandomWalk(2), None), (1.0, DIFFUSION, 5)], 2),
 )
 def test_sparse_sums_hold_for_any_norm(size, kernel, long, implementation):
-    """Long keys in one component, whose features are far below those of keys of 0 in another.
+    """Long keys in one component, whose features are far below the ones of keys of 0 in another.
 
     With a polynomial, walks reach keys that have no part, however long they are.
     """

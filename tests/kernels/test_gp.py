@@ -84,7 +84,7 @@ def test_exact_is_that_of_sklearn():
 
 
 def test_a_fit_that_is_too_coarse_for_the_noise_warns():
-    """The noise of exact values: fitted in float32 it is that of the rounding errors."""
+    """The noise of exact values: fitted in float32 it is the size of the rounding errors."""
     x = np.linspace(-2, 2, 20)[:, None]
     options = dict(num_steps=80, optimizer=optax.adam(0.1))
     with jax.enable_x64(False):

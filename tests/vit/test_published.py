@@ -227,7 +227,7 @@ def test_what_is_refused_says_why(file, change, about, message):
     ],
 )
 def test_a_bias_that_one_block_lacks_is_missing(file, name, array, missing):
-    """It is not taken for zeros: those of encoders without biases are lacking in all blocks."""
+    """It is not taken for zeros: an encoder without biases lacks them in all blocks."""
     path = file(name, without(array), config=beside(name))
     with pytest.raises(ValueError, match="does not fit the model") as error:
         made(path.parent)
