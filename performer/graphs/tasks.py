@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from performer import choices
 from performer.typing import Key
@@ -28,28 +28,34 @@ def diffuse(kernel: Any, state: Float[Array, "n ..."], num_times: int) -> Float[
     return jax.lax.fori_loop(0, num_times, lambda _, u: _apply(kernel, u), state)
 
 
-def regress(kernel: Any, values: Float[Array, "n k"], known: Array) -> Float[Array, "n k"]:
+def regress(
+    kernel: Any, values: Float[Array, "n ..."], known: Bool[Array, " n"]
+) -> Float[Array, "n ..."]:
     """Return the mean of the known values, weighted by the kernel, at all nodes (qGRF Eq. 23).
 
     A node that the kernel connects with no known node gets the mean of all known values.
 
     Args:
         kernel: kernel of the nodes.
-        values: values at the nodes (N, k); unknown ones are ignored.
-        known: True for known values (N,), at least one.
+        values: values at the nodes, one or several for each; unknown ones are ignored.
+        known: True for known values, at least one.
 
     Raises:
-        ValueError: if no value is known (inside `jit` the result is NaN instead).
+        ValueError: if `known` is not one value for each node, or no value is known (inside `jit`
+            the result is NaN instead).
     """
+    known, values = jnp.asarray(known, bool), jnp.asarray(values)
+    if known.shape != values.shape[:1]:
+        raise ValueError(
+            f"known must have the shape {values.shape[:1]}, one for each node, got {known.shape}"
+        )
     if not isinstance(known, Tracer) and not bool(jnp.any(known)):
         raise ValueError("regress needs a node whose value is known; `known` is false everywhere")
-    mask = known.astype(values.dtype)[:, None]
-    known_values = jnp.where(mask > 0, values, 0)
-    weights = _apply(kernel, mask)
-    mean = jnp.mean(values, axis=0, where=mask > 0)
-    return jnp.where(
-        weights == 0, mean, _apply(kernel, known_values) / jnp.where(weights == 0, 1, weights)
-    )
+    known = known.reshape(-1, *[1] * (values.ndim - 1))
+    weights = _apply(kernel, known.astype(jnp.result_type(values, float)))
+    mean = jnp.mean(values, axis=0, where=known)
+    sums = _apply(kernel, jnp.where(known, values, 0))
+    return jnp.where(weights == 0, mean, sums / jnp.where(weights == 0, 1, weights))
 
 
 def _apply(kernel: Any, vectors: Array) -> Array:

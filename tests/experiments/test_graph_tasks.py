@@ -49,6 +49,10 @@ def test_regression_is_the_weighted_mean_of_the_known():
             for c in range(3)
         ]
         np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-5)
+    one = tasks.regress(jnp.asarray(KERNEL), jnp.asarray(values[:, 0]), known.tolist())
+    np.testing.assert_allclose(one, found[:, 0], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"known must have the shape \(9,\).*got \(8,\)"):
+        tasks.regress(jnp.asarray(KERNEL), jnp.asarray(values), known[:8])
 
 
 def test_a_component_without_labels_has_the_mean_of_all():
