@@ -50,7 +50,7 @@ def simplex_weighted(key: Key, lengths: Lengths, d: int) -> Frequencies:
     Starts from the simplex and repeats sweeps of SimRF Eq. 17, w_i <- -|w_i| r_i / |r_i| with r_i
     the sum of the others, until no direction moves by more than `TOLERANCE` (at most `MAX_SWEEPS`
     times); then rotates randomly. This minimises the sum over pairs of |w_i + w_j|^2, the leading
-    term of the conformity at small v (Eq. 15).
+    term of the conformity at small v (Eq. 15). A single direction is uniform.
 
     Raises:
         ValueError: for d = 1, where no simplex exists.
@@ -61,7 +61,7 @@ def simplex_weighted(key: Key, lengths: Lengths, d: int) -> Frequencies:
     def turn(i: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         units, total = carry  # (m, d), (d,)
         others = total - lengths[i] * units[i]
-        unit = -_normalise(others)
+        unit = jnp.where(jnp.any(others != 0), -_normalise(others), units[i])
         return units.at[i].set(unit), others + lengths[i] * unit
 
     def sweep(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -120,8 +120,9 @@ def traced(exact: Exact) -> Exact:
 
 
 def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "b n t s"]:
-    """A; rows of queries that do not exist are 0."""
-    query, key, pairs = *sample[:2], sample.pairs(is_causal)
+    """A in float32, or float64 if queries or keys are; rows without a query or key are 0."""
+    dtype, pairs = float32_or_wider(*sample[:2]), sample.pairs(is_causal)
+    query, key = (x.astype(dtype) for x in sample[:2])
     b, t, n, h = query.shape
     query = query.reshape(b, t, key.shape[2], -1, h)
     logits = jnp.einsum("btkgh,bskh->bkgts", query, key, precision="highest") / h**0.5

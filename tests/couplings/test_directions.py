@@ -75,6 +75,12 @@ def test_simplex_weighted_with_one_dominant_length():
     np.testing.assert_allclose(units[1:] @ units[0], -1, atol=1e-4)
 
 
+def test_simplex_weighted_of_one_row_is_a_unit_vector():
+    """No other vector turns it, so that the rotation alone decides."""
+    units = directions.simplex_weighted(jax.random.key(0), jnp.ones(1), 3)
+    np.testing.assert_allclose(np.linalg.norm(units, axis=-1), 1, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("d", "ratio"), tiers([(4, 0.88), (16, 1.0)], 1))
 def test_hadamard_moments(d, ratio):
     """Covariance I/d, and the fourth moment that the docstring states (5 standard errors)."""
