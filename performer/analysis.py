@@ -195,6 +195,8 @@ def attention_error(
         scale: the factor on q.k; 1 / sqrt(h) if None.
         mask: which keys exist, as in `performer_attention`.
         is_causal: query i sees the keys up to i; uniform attention is then the mean over these.
+            Rows may underflow for queries and keys of norm above 10, after the factor sqrt(scale):
+            errors, then above 1, are off by percents (norm 20), and row sums may be NaN.
         seed: of the draws.
         most: number of features up to which one program serves all; `num_features` if None.
         exact: `exact_window`, `exact_first`, `exact_keys` and `exact_rows`, as there; keys are

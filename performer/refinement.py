@@ -410,7 +410,7 @@ def transfer(
         start: pytree of arrays whose first axis is that of the key heads.
         fixed: pytree of arrays that stay.
         sample: of the layer, its first axis the examples; one of eight is held out.
-        steps: at most.
+        steps: at most; above 20, rounded up to a multiple of ceil(steps / 20).
         is_causal: query i sees the keys up to i.
         rate: learning rate of the first step; it falls as half a cosine.
         examples: of a step, at most.
@@ -482,7 +482,7 @@ def refine_far(
         calibration: shift and scale, which stay.
         exact: the exact pairs.
         sample: queries and keys of the layer.
-        steps: largest number of steps of Adam.
+        steps: largest number of steps of Adam, rounded up as in `transfer`.
         is_causal: query i sees the keys up to i.
         options: rate and examples, as of `transfer`.
 
