@@ -198,7 +198,8 @@ def attention_error(
             Rows may underflow for queries and keys of norm above 10, after the factor sqrt(scale):
             errors, then above 1, are off by percents (norm 20), and row sums may be NaN.
         seed: of the draws.
-        most: number of features up to which one program serves all; `num_features` if None.
+        most: number of features up to which one program serves all; `num_features` if None or
+            smaller.
         exact: `exact_window`, `exact_first`, `exact_keys` and `exact_rows`, as there; keys are
             chosen for each draw.
 
@@ -224,7 +225,7 @@ def attention_error(
             " of the distance or packed sequences; for others compare"
             " performer.attention.attention_weights with softmax attention"
         )
-    most = max(1, most or num_features)
+    most = max(1, num_features, most or 0)
     options = selected.options | dict(calibration=calibration, scale=scale, is_causal=is_causal)
     _check(query, key, value, coupling, num_features, options)
     tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)

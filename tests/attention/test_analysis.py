@@ -321,6 +321,14 @@ def test_long_vectors_overflow_nothing():
         assert np.isfinite(field).all(), name
 
 
+@pytest.mark.parametrize("most", [2, 9])
+def test_the_program_for_more_or_fewer_features_is_the_same(most):
+    query, key, _ = inputs(lead=(1,))
+    options = dict(coupling="orf", num_features=M, draws=DRAWS)
+    error = attention_error(query, key, most=most, **options)
+    np.testing.assert_allclose(error.attention, attention_error(query, key, **options).attention)
+
+
 def test_memory_at_4096():
     token = jax.ShapeDtypeStruct((1, 4096, 1, 64), jnp.float32)
     exists = jax.ShapeDtypeStruct((1, 4096), bool)
