@@ -4,13 +4,14 @@ A `kernel` has a shape and multiplies vectors with `@`: an estimate of `graph_ra
 dense matrix. No N x N matrix is formed.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int, Num
 
 from performer import choices
 from performer.typing import Key
@@ -29,7 +30,7 @@ def diffuse(kernel: Any, state: Float[Array, "n ..."], num_times: int) -> Float[
 
 
 def regress(
-    kernel: Any, values: Float[Array, "n ..."], known: Bool[Array, " n"]
+    kernel: Any, values: Num[ArrayLike, "n ..."], known: ArrayLike | Sequence[bool]
 ) -> Float[Array, "n ..."]:
     """Return the mean of the known values, weighted by the kernel, at all nodes (qGRF Eq. 23).
 
@@ -38,7 +39,7 @@ def regress(
     Args:
         kernel: kernel of the nodes.
         values: values at the nodes, one or several for each; unknown ones are ignored.
-        known: True for known values, at least one.
+        known: True for known values (N,), at least one.
 
     Raises:
         ValueError: if `known` is not one value for each node, or no value is known (inside `jit`
