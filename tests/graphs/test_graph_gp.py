@@ -128,3 +128,20 @@ def test_one_sample_is_that_of_the_equations():
     system = gram[np.ix_(observed, observed)] + noise_scale**2 * np.eye(4)
     gain = np.linalg.solve(system, y[:, None] - prior[observed] - noise_scale * noise)
     np.testing.assert_allclose(found, (prior + gram[:, observed] @ gain).T, atol=1e-10)
+
+
+@pytest.mark.parametrize("unit", [1e-8, 1e8])
+def test_values_of_any_unit(unit):
+    """Squares of sigma_v^2 K leave the range of float32."""
+    scales = dict(output_scale=1.3 * unit)
+    found = gp.condition(estimate(), OBSERVED, NEW, unit * Y, 0.5 * unit, **scales)
+    mean, covariance = law_of(
+        estimate().gram(), np.asarray(OBSERVED), np.asarray(Y), np.asarray(NEW), 1.3, 0.5
+    )
+    np.testing.assert_allclose(found.mean / unit, mean, atol=1e-4)
+    np.testing.assert_allclose(np.float64(found.covariance) / unit**2, covariance, atol=1e-4)
+    paths = [
+        gp.sample(jax.random.key(3), estimate(), OBSERVED, u * Y, 0.5 * u, output_scale=1.3 * u) / u
+        for u in (1, unit)
+    ]
+    np.testing.assert_allclose(*paths, atol=1e-3)
