@@ -84,6 +84,23 @@ def positive_lengthscale(value: ArrayLike, d: int) -> ArrayLike:
     return value
 
 
+def real_array(name: str, values: Any) -> Array:
+    """Return the values as a JAX array, 64-bit integers of NumPy as float32 unless x64 is enabled.
+
+    JAX would keep their low 32 bits without a warning: 5 000 000 000 would be 705 032 704.
+
+    Raises:
+        ValueError: for values of NumPy or pandas that are not numbers, such as dates and strings.
+    """
+    if hasattr(values, "__array__") and not isinstance(values, jax.Array):
+        values = np.asarray(values)
+        if values.dtype.kind in "OSUMm":
+            raise ValueError(f"{name} must be real numbers, got {values.dtype}")
+        if values.dtype in (np.int64, np.uint64) and not jax.config.jax_enable_x64:
+            values = values.astype(np.float32)
+    return jnp.asarray(values)
+
+
 def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
     """Return the arrays in one dtype: float64 if any of them is, else float32.
 
@@ -92,10 +109,11 @@ def checked_arrays(**named: tuple[Any, str]) -> list[Array]:
             with the same letter must have the same size.
 
     Raises:
-        ValueError: for another shape; the message has the name, the expected and the actual shape.
+        ValueError: for another shape (the message has the name, the expected and the actual shape),
+            and as `real_array`.
     """
     with jax.ensure_compile_time_eval():  # constants of a traced function are checked also
-        arrays = {name: jnp.asarray(array) for name, (array, _) in named.items()}
+        arrays = {name: real_array(name, array) for name, (array, _) in named.items()}
     wide = any(array.dtype == jnp.float64 for array in arrays.values())
     sizes: dict[str, int] = {}
     for name, (_, axes) in named.items():

@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, Num
 
-from performer.choices import positive_lengthscale, positive_number, unknown
+from performer.choices import positive_lengthscale, positive_number, real_array, unknown
 from performer.typing import Value, float32_or_wider
 
 Kernel = Literal["softmax", "gaussian"]
@@ -110,7 +110,7 @@ class FeatureMap(Value):
             raise ValueError(unknown("kernel", kernel, ("softmax", "gaussian")))
         if kernel is not None and self.kernel is None:
             raise ValueError(f"{self} has a kernel of its own, got kernel={kernel!r}: leave it out")
-        projections, half = _project(jnp.asarray(x), W, lengthscale)
+        projections, half = _project(real_array("x", x), W, lengthscale)
         return self.from_projections(
             projections, half, kernel=kernel, weights=weights, output_scale=output_scale
         )

@@ -21,6 +21,7 @@ import scipy.sparse
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
+from performer.choices import real_array
 from performer.graphs import couplings, kernels, walks
 from performer.graphs.couplings import Coupling
 from performer.graphs.graph import Graph, require_rows
@@ -66,7 +67,7 @@ class Features:
         return matrix
 
     def _sum(self, source: Array, target: Array, vectors: ArrayLike) -> Array:
-        vectors = jnp.asarray(vectors)
+        vectors = real_array("vectors", vectors)
         require_rows(vectors, self.num_nodes)
         value = self.value.reshape(-1, *[1] * (vectors.ndim - 1))
         return jax.ops.segment_sum(value * vectors[source], target, self.num_nodes)

@@ -162,7 +162,7 @@ class Graph(NamedTuple):
 
     def __matmul__(self, vectors: ArrayLike) -> Array:
         """Return W v, for v (N,) or (N, k)."""
-        vectors = jnp.asarray(vectors)
+        vectors = choices.real_array("vectors", vectors)
         require_rows(vectors, self.num_nodes)
         rows = jnp.repeat(
             jnp.arange(self.num_nodes), self.degrees, total_repeat_length=len(self.indices)

@@ -45,7 +45,7 @@ def regress(
         ValueError: if `known` is not one value for each node, or no value is known (inside `jit`
             the result is NaN instead).
     """
-    known, values = jnp.asarray(known, bool), jnp.asarray(values)
+    known, values = jnp.asarray(known, bool), choices.real_array("values", values)
     if known.shape != values.shape[:1]:
         raise ValueError(
             f"known must have the shape {values.shape[:1]}, one for each node, got {known.shape}"

@@ -67,3 +67,9 @@ def test_elu_is_right_far_below_zero():
     np.testing.assert_allclose(features.elu(x, w), want, rtol=1e-5)
     slope = jax.vmap(jax.grad(lambda x: features.elu(x, w)[0]))(x)
     np.testing.assert_allclose(slope, np.where(p > 0, 1, np.exp(np.minimum(p, 0))), rtol=1e-5)
+
+
+def test_integers_above_32_bits_are_numbers():
+    x, W = np.array([[5_000_000_000, 7]]), jnp.eye(2)
+    found, want = (features.relu(a, W) for a in (x, x.astype(np.float32)))
+    np.testing.assert_array_equal(found, want)

@@ -6,7 +6,7 @@ import networkx
 import numpy as np
 import scipy.sparse
 
-from performer.graphs import Graph
+from performer.graphs import Graph, graph_random_features, kernels
 from tests.support.graph_examples import (
     EDGES,
     NUM_NODES,
@@ -41,6 +41,16 @@ def test_it_is_a_pytree_that_multiplies_under_jit():
     for x in (v, v[:, 0]):
         found = multiply(example(), jnp.asarray(x))
         np.testing.assert_allclose(found, weights_matrix() @ x, rtol=1e-5)
+
+
+def test_products_with_large_integers():
+    """Counts above 2^31, which JAX would keep modulo 2^32."""
+    graph, counts = example(), np.arange(NUM_NODES) * 1_000_000_000
+    estimate = graph_random_features(
+        jax.random.key(0), graph, kernels.Diffusion(), num_walks=2, p_halt=0.5
+    )
+    for kernel, matrix in ((graph, weights_matrix()), (estimate, np.asarray(estimate.gram()))):
+        np.testing.assert_allclose(kernel @ counts, matrix @ counts, rtol=1e-5)
 
 
 def test_parallel_edges_add_up_and_a_loop_counts_once():

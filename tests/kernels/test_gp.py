@@ -1,5 +1,6 @@
 """Gaussian processes against scikit-learn and against the equations in float64 NumPy."""
 
+import inspect
 import warnings
 
 import jax
@@ -136,6 +137,27 @@ def test_a_process_of_random_features():
     phi = kernels.gaussian.feature_map(X, w, lengthscale=0.8, output_scale=1.3)
     value = gp.log_marginal_likelihood_features(phi, Y, 0.2)
     assert float(process.losses[0]) == pytest.approx(-float(value) / 30, abs=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_integers_above_32_bits_are_numbers(dtype):
+    """Milliseconds and large counts, which JAX would keep modulo 2^32."""
+    x = (1_700_000_000_000 + 86_400_000 * np.arange(60)[:, None]).astype(dtype)
+    y = (np.arange(60, dtype=dtype) * 7 % 11) * dtype(1_000_000_000)
+    process = gp.GaussianProcess("matern-3/2", gp.Scales(3 * 86_400_000.0, 5e9, 1e9))
+    want = process.fit(x.astype(float), y.astype(float), num_steps=0).predict(x[:9])
+    with jax.enable_x64(False):
+        found = process.fit(x, y, num_steps=0).predict(x[:9])
+        phi = kernels.random_features(jax.random.key(0), "gaussian", x, 8, lengthscale=1e9)
+    np.testing.assert_allclose(found.mean, want.mean, atol=1e7)
+    want = kernels.random_features(jax.random.key(0), "gaussian", x, 8, lengthscale=1e9)
+    np.testing.assert_allclose(phi, want, atol=1e-3)
+
+
+def test_dates_and_strings_are_no_points():
+    for x in (np.array([["2024-05-01"]], "datetime64[D]"), np.array([["a"], [1.0]], object)):
+        with pytest.raises(ValueError, match="x must be real numbers, got (datetime64|object)"):
+            inspect.unwrap(gp.GaussianProcess.fit)(gp.GaussianProcess(), x, np.zeros(len(x)))
 
 
 def test_features_are_drawn_for_the_training_points():
