@@ -96,7 +96,7 @@ def real_array(name: str, values: Any) -> Array:
         values = np.asarray(values)
         if values.dtype.kind in "OSUMm":
             raise ValueError(f"{name} must be real numbers, got {values.dtype}")
-        if values.dtype in (np.int64, np.uint64) and not jax.config.jax_enable_x64:
+        if values.dtype in (np.int64, np.uint64) and jnp.result_type(float) != jnp.float64:
             values = values.astype(np.float32)
     return jnp.asarray(values)
 

@@ -197,8 +197,8 @@ def solve(
 
 def _solve(system: Any, right: Array, tolerance: Any) -> tuple[Array, Array]:
     """Return the solutions, and the largest relative residual."""
-    size = jnp.max(jnp.abs(right), axis=0, initial=0)  # squares of small or large units leave float32
-    size = jnp.where(size > 0, size, 1)
+    size = jnp.max(jnp.abs(right), axis=0, initial=0)
+    size = jnp.where(size > 0, size, 1)  # squares of small or large units leave float32
     right = right / size
     one = lambda b: cg(lambda x: system(x[:, None])[:, 0], b, tol=tolerance)[0]  # noqa: E731
     solution = jax.vmap(one, 1, 1)(right)

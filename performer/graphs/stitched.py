@@ -47,7 +47,7 @@ class Stitched:
 
 
 def _product(left: tuple[Features, ...], right: tuple[Features, ...], vectors: ArrayLike) -> Array:
-    across = reduce(lambda v, phi: phi.transposed(v), right, vectors)
+    across = reduce(lambda v, phi: phi.transposed(v), right, choices.real_array("vectors", vectors))
     return reduce(lambda v, phi: phi @ v, reversed(left), across)
 
 
