@@ -38,7 +38,8 @@ class GraphAttention(nnx.Module):
         num_terms: number of learned coefficients f_0, f_1, ...; later steps of walks are ignored.
         coupling: coupling of the frequencies.
         rngs: random streams, `params` and `frequencies`.
-        options: keywords of `PerformerAttention` that `masked_attention` knows, as `feature_map`.
+        options: keywords of `PerformerAttention` that `masked_attention` knows, such as
+            `feature_map`, and `calibration`, which is fitted to attention without the graph.
 
     Raises:
         ValueError: if `num_heads` does not divide the width; in a call as `masked_attention`.
@@ -114,4 +115,6 @@ class GraphAttention(nnx.Module):
         if mask is None:
             return self.attention_fn(query, key, value, mask=key_mask)
         estimate = self.attention_fn.estimate
-        return masked_attention(query, key, value, mask=mask, key_mask=key_mask, **estimate)
+        output = masked_attention(query, key, value, mask=mask, key_mask=key_mask, **estimate)
+        self.attention_fn.update_moments(query, key, mask=key_mask)
+        return output

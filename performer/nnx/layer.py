@@ -169,7 +169,19 @@ class PerformerAttention(nnx.Module):
             else:
                 self.statistics[name] = Statistics(value)
 
-    def _measure(self, query: Array, key: Array, **pairs: Any) -> None:
+    def update_moments(self, query: Array, key: Array, **pairs: Any) -> None:
+        """Update the running moments and the calibration; nothing without them or in evaluation.
+
+        Args:
+            query: queries of a call.
+            key: keys of a call.
+            pairs: `mask`, `is_causal` and `segment_ids` of `performer.calibration.pair_moments`.
+
+        Raises:
+            ValueError: for running moments that were cast to a dtype below float32.
+        """
+        if not self.statistics or self.use_running_average:
+            return
         old, scale = self.statistics["moments"][...], dict(self.options).get("scale")
         if old.dtype != float32_or_wider(old):
             raise ValueError(
@@ -229,8 +241,7 @@ class PerformerAttention(nnx.Module):
         if self.split is not None and mask is segment_ids is module is None:
             attend = over_tokens(attend, self.split)
         output, weights = attend(query, key, value)
-        if self.statistics and not self.use_running_average:
-            self._measure(query, key, mask=mask, is_causal=is_causal, segment_ids=segment_ids)
+        self.update_moments(query, key, mask=mask, is_causal=is_causal, segment_ids=segment_ids)
         if module is not None:
             module.sow(nnx.Intermediate, "attention_weights", weights)
         return output

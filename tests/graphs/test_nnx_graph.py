@@ -80,3 +80,20 @@ def test_the_initial_kernel_is_diffusion():
     model = layer(mask=WALKS)
     estimate = features.EstimatedKernel(features.modulate(WALKS, kernels.Diffusion(1.0)))
     np.testing.assert_allclose(model(X), model(X, estimate), atol=1e-4)
+
+
+def test_calibration_is_fitted_with_the_mask_of_a_graph_too():
+    """Running moments are those of attention without the graph; evaluation keeps them."""
+    moments, exists = [], jnp.arange(34) < 20
+    for mask in None, WALKS:
+        model = layer(mask=mask, calibration="full")
+        step = nnx.jit(lambda model: model(X[None], key_mask=exists))
+        step(model)
+        moments.append(model.attention_fn.statistics["moments"][...])
+        assert model.attention_fn.calibration is not None
+        model.eval()
+        kept = step(model)
+        np.testing.assert_array_equal(model.attention_fn.statistics["moments"][...], moments[-1])
+        np.testing.assert_array_equal(step(model), kept)
+    assert moments[0][0, 0, 0] == pytest.approx(0.1, rel=1e-5)
+    np.testing.assert_array_equal(*moments)
