@@ -39,8 +39,9 @@ class PerformerAttention(nnx.Module):
 
     With a `calibration` the layer measures queries and keys as batch normalisation does. In
     training mode a call uses the calibration of earlier calls, then updates the running moments and
-    with them the calibration. In evaluation mode (`model.eval()`) they are constant. A sequence
-    never enters its own calibration, so causal attention stays causal.
+    with them the calibration. In evaluation mode (`model.eval()`, or `nnx.view` with
+    `use_running_average=True`) they are constant. A sequence never enters its own calibration, so
+    causal attention stays causal.
 
     Flax's decode mode passes all cached keys at each step. `performer_attention` with
     `initial_state` decodes in constant time, also with an exact window.
@@ -58,7 +59,8 @@ class PerformerAttention(nnx.Module):
         momentum: weight of the old running moments. 0.9 trained better than 0.99, which lags behind
             a model that learns fast.
         num_queries: number of queries of each sequence that are measured, evenly spaced.
-        use_running_average: evaluation mode; `train()` and `eval()` of the model switch it.
+        use_running_average: evaluation mode; `train()` and `eval()` of the model and `nnx.view`
+            switch it.
         split: axis of the mesh in context (`jax.set_mesh`, type Auto) over which the tokens of a
             sequence are split: its devices exchange m (v + 2) numbers for each head. A mesh without
             the axis, and calls with a mask or `sow_weights`, are left to the compiler. Cannot be
@@ -168,6 +170,15 @@ class PerformerAttention(nnx.Module):
                 self.statistics[name][...] = value
             else:
                 self.statistics[name] = Statistics(value)
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """Switch the mode, for `nnx.view`.
+
+        Args:
+            use_running_average: evaluation mode; None leaves it.
+        """
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
 
     def update_moments(self, query: Array, key: Array, **pairs: Any) -> None:
         """Update the running moments and the calibration; nothing without them or in evaluation.

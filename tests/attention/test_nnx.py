@@ -188,6 +188,19 @@ def test_the_pairs_of_the_call_are_measured():
         check(moments(segment_ids=ids, **options), packed)
 
 
+def test_a_view_is_in_evaluation_mode():
+    """As that of `nnx.BatchNorm`; it shares the moments with the model, and must keep them."""
+    model = nnx.Dict(norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0)), attention=calibrated())
+    module = model["attention"]
+    module(X)
+    moments = module.attention_fn.statistics["moments"][...]
+    view = nnx.view(model, deterministic=True, use_running_average=True)
+    view["attention"](X + 1)
+    np.testing.assert_array_equal(module.attention_fn.statistics["moments"][...], moments)
+    nnx.view(view, use_running_average=False)["attention"](X + 1)
+    assert not np.array_equal(module.attention_fn.statistics["moments"][...], moments)
+
+
 def test_moments_of_half_precision_are_refused_in_training():
     """Keys of mean 10 and deviation 1 made the output NaN; evaluation serves a model as cast."""
     layer = PerformerAttention(16, 4, num_heads=2, calibration="full", rngs=nnx.Rngs(0))
