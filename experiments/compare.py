@@ -370,7 +370,7 @@ def verdict(results: Sequence[Result]) -> str:
     if not tested:
         return (
             "No test is possible: that takes two seeds or more that a setting and the baseline both"
-            " have, with different results."
+            " have, with differences that are not all equal."
         )
     number = " to ".join(
         str(end) for end in dict.fromkeys(f(len(r.differences) for r in tested) for f in (min, max))
