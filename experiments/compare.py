@@ -52,6 +52,8 @@ IMAGES, DRAWS, MEASURED = 4, 4, 3
 """Images, draws and runs of the attention errors."""
 EFFECT = 0.008
 """Gain in accuracy of PM over ORF on ImageNet (Reid et al. 2025, Table 2)."""
+COUPLINGS, SEEDS = ("orf", "pm", DEFAULT), 5
+"""Defaults of the command."""
 DIFFERENCES = "Differences with 95% intervals (not corrected), and a dot for each seed"
 CURVES = {"train_loss": "training loss", "eval_accuracy": "accuracy"}
 
@@ -495,8 +497,8 @@ def main(
     *runs: Path,
     config: configs.Config | None = None,
     out: Path = Path("results/compare"),
-    couplings: Sequence[str] = ("orf", "pm", DEFAULT),
-    seeds: int = 5,
+    couplings: Sequence[str] = COUPLINGS,
+    seeds: int = SEEDS,
     grid: list[str] = [],  # noqa: B006
     baseline: str = "",
     hosts: devices.Hosts = devices.ALONE,
@@ -515,6 +517,11 @@ def main(
     devices.join(hosts)
     if (config is None) == (not runs):
         raise ValueError("give --config=... to train runs, or the folders of finished ones")
+    if runs and (tuple(couplings), seeds, grid) != (COUPLINGS, SEEDS, []):
+        raise ValueError(
+            "--couplings, --seeds and --grid choose the runs to train: for a report on finished"
+            " runs give their folders alone"
+        )
     if config is None:
         text = of_runs(runs, out, baseline)
     else:

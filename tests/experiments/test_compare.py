@@ -140,6 +140,15 @@ def test_bad_input_is_named_before_any_work(tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "options", [dict(couplings=("pm",)), dict(seeds=3), dict(grid=["config.model.depth=1,2"])]
+)
+def test_flags_of_training_are_refused_for_finished_runs(tmp_path, options):
+    """They were ignored."""
+    with pytest.raises(ValueError, match="give their folders alone"):
+        compare.main(tmp_path / "run", out=tmp_path / "out", **options)
+
+
 def result(coupling, accuracies, values=(), diverged=()):
     """Runs with one record each."""
     record = {"step": 1, "epoch": 1.0, "train_loss": 1.0, "images_per_second": 1.0, "seconds": 1.0}
