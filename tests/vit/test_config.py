@@ -168,6 +168,20 @@ def test_a_config_file_with_values_of_another_type(tmp_path):
     assert parsed(path, "--config.num_epochs=5").num_epochs == 5
 
 
+def test_a_config_file_with_a_misspelled_name(tmp_path):
+    """An assignment to what is no field was ignored."""
+    path = tmp_path / "odd.py"
+    given = "from tests.support.small import small_config\nconfig = small_config()\n"
+    for line, message in {
+        "config.num_epoch = 3": "'Config' object has no attribute 'num_epoch' .odd.py, line 3",
+        "config.optim.lr = 0.1": "'Optim' object has no attribute 'lr' .odd.py, line 3",
+        "def config_of(): return config": "odd.py defines no get_config()",
+    }.items():
+        path.write_text(f"{given}{line}\n")
+        with pytest.raises(SystemExit, match=message):
+            parsed(path)
+
+
 WRONG = {
     bool: ("maybe", "2", ""),
     int: ("many", "nan", "", "1,2", "0.5"),

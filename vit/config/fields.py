@@ -1,4 +1,7 @@
-"""The fields of a config, with the meaning and the range of each."""
+"""The fields of a config, with the meaning and the range of each.
+
+The sections have slots: an assignment to a field that does not exist raises AttributeError.
+"""
 
 import copy
 import dataclasses
@@ -71,7 +74,7 @@ def _share(default: float, help: str) -> Any:
     return _field(default, help, "a number from 0 to below 1", holds=lambda x: 0 <= x < 1)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Model:
     """The Vision Transformer (Dosovitskiy et al. 2021)."""
 
@@ -169,7 +172,7 @@ class Block(NamedTuple):
         return ", ".join(f"{name} = {x}" for name, x in sizes.items() if x)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Attention:
     """Attention of the blocks; all kinds have the same parameters."""
 
@@ -220,7 +223,7 @@ class Attention:
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Data:
     """Data set and input pipeline."""
 
@@ -281,7 +284,7 @@ class Data:
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Optim:
     """AdamW with linear warm-up, a constant stretch and cosine decay of the learning rate."""
 
@@ -324,7 +327,7 @@ class Optim:
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Config:
     """Settings of a run."""
 
@@ -398,7 +401,7 @@ def parse_variant(variant: str) -> tuple[Size, int]:
 def blocks(config: Config) -> tuple[Block, ...]:
     """Return the attention of each block: the records of the config, or its one for all."""
     attention = config.attention
-    shared = {name: x for name, x in vars(attention).items() if name in Block._fields}
+    shared = {name: getattr(attention, name) for name in Block._fields if name != "transferred"}
     same = Block(**shared)
     return attention.blocks or (same,) * config.model.size.depth
 

@@ -17,6 +17,7 @@ fewer epochs the warm-up is also shorter.
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from vit import data
@@ -170,7 +171,8 @@ def for_data_set(where: str) -> Derived:
     def derive(values: dict[str, Any]) -> Config:
         return for_images(number, dataset.num_classes, side, dataset.channels, fixed | values)
 
-    config = Derived(**vars(derive({})))
+    values = derive({})
+    config = Derived(**{field.name: getattr(values, field.name) for field in fields(values)})
     config.derive = derive
     return config
 

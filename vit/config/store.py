@@ -39,7 +39,10 @@ def bundled(name: str) -> Config:
         ValueError: as `bundled_path`, as the file, or if it returns no config.
     """
     stem, *argument = name.split(":", 1)
-    config = runpy.run_path(str(bundled_path(stem)))["get_config"](*argument)
+    defined = runpy.run_path(str(bundled_path(stem)))
+    if "get_config" not in defined:
+        raise ValueError(f"{stem} defines no get_config(), which returns a vit.config.Config")
+    config = defined["get_config"](*argument)
     if not isinstance(config, Config):
         kind = type(config).__name__
         raise ValueError(f"get_config() must return a vit.config.Config, it returned a {kind}")
