@@ -79,7 +79,7 @@ def main(
     if jax.process_index() == 0:
         print(
             f"{config.data.eval_split} {metrics.results(record)}"
-            f" ({record['eval_examples']} examples) after {record['epoch']:.0f} epochs,"
+            f" ({record['eval_examples']} examples) after {record['epoch']:g} epochs,"
             f" {record['seconds']:.0f} s; the run is in {workdir}"
         )
         if of_folder(workdir, *SUBJECTS).get("task") == classification.NAME:

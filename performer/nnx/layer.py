@@ -129,7 +129,7 @@ class PerformerAttention(nnx.Module):
     @property
     def estimate(self) -> dict[str, Any]:
         """Keywords of `performer_attention`: frequencies, calibration and options."""
-        keywords: dict[str, Any] = {name: x[...] for name, x in self.learned.items()}
+        keywords: dict[str, Any] = _arrays(self.learned)
         if keywords:
             keywords["feature_map"] = LEARNED
         options = {name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options}
@@ -151,7 +151,7 @@ class PerformerAttention(nnx.Module):
     @property
     def calibration(self) -> Calibration | None:
         """The calibration in use."""
-        fitted = {name: x[...] for name, x in self.statistics.items() if name != "moments"}
+        fitted = {name: x for name, x in _arrays(self.statistics).items() if name != "moments"}
         return Calibration(**fitted) if fitted else None
 
     def calibrate(self, moments: calibrations.Moments) -> None:
@@ -191,7 +191,7 @@ class PerformerAttention(nnx.Module):
         Raises:
             ValueError: for running moments that were cast to a dtype below float32.
         """
-        if not self.statistics or self.use_running_average:
+        if "moments" not in self.statistics or self.use_running_average:
             return
         old, scale = self.statistics["moments"][...], dict(self.options).get("scale")
         if old.dtype != float32_or_wider(old):
@@ -256,6 +256,11 @@ class PerformerAttention(nnx.Module):
         if module is not None:
             module.sow(nnx.Intermediate, "attention_weights", weights)
         return output
+
+
+def _arrays(variables: nnx.Dict) -> dict[str, Array]:
+    """The arrays by name; `nnx.capture` adds an entry of its own to every module."""
+    return {name: x[...] for name, x in variables.items() if isinstance(x, nnx.Variable)}
 
 
 def _hashable(x: Any) -> Any:

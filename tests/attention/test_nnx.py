@@ -188,6 +188,19 @@ def test_the_pairs_of_the_call_are_measured():
         check(moments(segment_ids=ids, **options), packed)
 
 
+@pytest.mark.parametrize("method", ["none", "full"])
+def test_weights_are_captured(method):
+    """By `nnx.capture`, which adds an entry to every module, also to one that holds arrays."""
+    modules = [calibrated(method=method) for _ in range(2)]
+    modules[0](X, sow_weights=True)
+    (want,) = nnx.pop(modules[0], nnx.Intermediate)["attention_weights"].get_value()
+    output, captured = nnx.capture(modules[1], nnx.Intermediate)(X, sow_weights=True)
+    np.testing.assert_array_equal(captured["attention_weights"].get_value()[0], want)
+    states = [jax.tree.leaves(nnx.state(module)) for module in modules]
+    chex.assert_trees_all_equal(*states)
+    assert output.shape == X.shape
+
+
 def test_a_view_is_in_evaluation_mode():
     """As that of `nnx.BatchNorm`; it shares the moments with the model, and must keep them."""
     model = nnx.Dict(norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0)), attention=calibrated())
