@@ -375,7 +375,8 @@ def parts(
     bad = [name for name in names if name not in PARTS]
     if bad:
         shown = f"{', '.join(METHODS)}, or parts of it ({', '.join(PARTS)}) joined by '+'"
-        raise ValueError(unknown("calibration", bad[0], (*METHODS, *PARTS), shown))
+        known = PARTS if len(names) > 1 else (*METHODS, *PARTS)
+        raise ValueError(unknown("calibration", bad[0], known, shown))
     if len(set(names) & set(SAMPLING)) > 1:
         raise ValueError(f"calibration {method!r}: use one of {', '.join(SAMPLING)}")
     if coupling is not None and couplings.common_lengths(coupling) is False:

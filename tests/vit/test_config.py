@@ -93,6 +93,7 @@ REFUSED = [
         r"unknown config.attention.blocks\[3\].kind 'softmaxx'; did you mean 'softmax'",
     ),
     ({"attention.calibration": "ful"}, "calibration='ful': unknown .*; did you mean 'full'"),
+    ({"attention.calibration": "tilt+full"}, "unknown calibration 'full'. Choices: none"),
     (
         {"attention.coupling": "pm-antithetic", "attention.num_features": 7},
         "even number of features, got m = 7",
