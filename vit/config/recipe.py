@@ -119,6 +119,8 @@ def for_images(
 class Derived(Config):
     """Config from `for_data_set`; `overridden` derives it again, around the given fields."""
 
+    __slots__ = ("derive",)
+
     derive: Callable[[dict[str, Any]], Config]
 
     def overridden(self, values: dict[str, Any]) -> Config:
