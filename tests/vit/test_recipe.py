@@ -56,8 +56,9 @@ def photos(tmp_path_factory):
 
 def test_my_images_reads_the_data_set(photos):
     derived = config.bundled(f"my_images:{photos}/data/photos")
-    with pytest.raises(AttributeError, match="num_epoch"):
-        setattr(derived, *("num_epoch", 3))
+    misspelled = "num_epoch"
+    with pytest.raises(AttributeError, match=misspelled):
+        setattr(derived, misspelled, 3)
     config.validate(derived)
     assert derived.overridden({}) == config.with_values(
         recipe.for_images(10, 2, 96, 3),
