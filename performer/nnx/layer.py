@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from performer import calibration as calibrations
-from performer import couplings, features
+from performer import choices, couplings, features
 from performer.attention import performer_attention
 from performer.attention.dropin import attention_fn
 from performer.attention.parallel import over_tokens
@@ -20,6 +20,9 @@ from performer.attention.values import Exact
 from performer.calibration import Calibration
 from performer.refinement import LEARNED
 from performer.typing import Coupling, float32_or_wider
+
+OF_A_CALL = "mask", "is_causal", "segment_ids"
+"""Options of `performer_attention` that a layer takes in each call."""
 
 
 class Frequencies(nnx.Variable):
@@ -73,7 +76,8 @@ class PerformerAttention(nnx.Module):
             attention, with or without Flax's cache.
 
     Raises:
-        ValueError: for an unknown coupling or feature map, or sizes that it does not admit.
+        ValueError: for an unknown coupling or feature map, or sizes that it does not admit; for a
+            number out of its range, or an argument of the call.
         TypeError: for an unknown option.
 
     Example:
@@ -104,6 +108,11 @@ class PerformerAttention(nnx.Module):
     ):
         if redraw_every < 0:
             raise ValueError(f"redraw_every must not be negative, got {redraw_every}")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be a number from 0 to below 1, got {momentum}")
+        choices.positive_integer("num_queries", num_queries)
+        if given := [name for name in OF_A_CALL if name in options]:
+            raise ValueError(f"{given[0]} is an argument of the call, not of the layer")
         inspect.signature(performer_attention).bind_partial(**options)  # raises for unknown ones
         features.get(options.get("feature_map", "positive"))
         self.options = tuple((name, _hashable(x)) for name, x in options.items())

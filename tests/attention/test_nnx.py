@@ -214,6 +214,20 @@ def test_a_view_is_in_evaluation_mode():
     assert not np.array_equal(module.attention_fn.statistics["moments"][...], moments)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(is_causal=True), "is_causal is an argument of the call, not of the layer"),
+        (dict(momentum=1.0), "momentum must be a number from 0 to below 1, got 1.0"),
+        (dict(num_queries=0), "num_queries must be a positive integer, got 0"),
+    ],
+)
+def test_options_that_would_fail_later_are_refused(options, message):
+    """In a call, or never: with the momentum 1 nothing is ever calibrated."""
+    with pytest.raises(ValueError, match=message):
+        PerformerAttention(16, 4, calibration="full", rngs=nnx.Rngs(0), **options)
+
+
 def test_moments_of_half_precision_are_refused_in_training():
     """Keys of mean 10 and deviation 1 made the output NaN; evaluation serves a model as cast."""
     layer = PerformerAttention(16, 4, num_heads=2, calibration="full", rngs=nnx.Rngs(0))
