@@ -246,7 +246,7 @@ class Read(NamedTuple):
     scale: Float[Array, "b n"]
     value: Array
     affine: Bool[Array, ""]
-    """True if every visible score has this scale."""
+    """True if every visible score has the scale of its head."""
 
 
 def read(values: Values, place: Place) -> Read:
@@ -259,8 +259,8 @@ def read(values: Values, place: Place) -> Read:
     allowed = bias > MASKED
     scale = jnp.max(jnp.where(allowed, slope, -jnp.inf), axis=(2, 3))  # (b, n)
     scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
-    bend = jnp.where(allowed, jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None]), 0)
-    affine = jnp.max(bend) <= 0.01 * jnp.nanmax(jnp.abs(scale))
+    heads = jnp.nan_to_num(scale)[..., None, None]
+    affine = jnp.all(~allowed | (jnp.abs(slope - heads) <= 0.01 * jnp.abs(heads)))
     visible = jnp.any(allowed, axis=1)
     queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
     if visible.shape[1] == visible.shape[2]:  # with a mask of keys padding is no query

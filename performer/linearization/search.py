@@ -36,6 +36,7 @@ from performer.linearization.layout import (
     moved,
 )
 from performer.linearization.program import (
+    MASKED,
     Constants,
     Left,
     Op,
@@ -240,7 +241,10 @@ def _place(
     for when, known in (("before", layout.goal), ("after", axes[weights.op])):
         if {atom for axis in known for atom in axis} != whole:
             raise Unfit(f"axes of the scores are lost {when} the softmax, as by a mean over heads")
-    if not jnp.issubdtype(ops[scores].equation.outvars[0].aval.dtype, jnp.floating):
+    dtype = ops[scores].equation.outvars[0].aval.dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise Unfit("its scores are complex: make real and imaginary parts entries of one axis")
+    if not jnp.issubdtype(dtype, jnp.floating):
         raise Unfit("its scores are integers, of quantized queries and keys")
     if any(_reduced(program, axes, i) for i in chain):
         raise Unfit("its scores are changed after their largest was subtracted, or normalized")
@@ -351,15 +355,20 @@ def _require_softmax(
             raise Unfit("its derivative is cut by stop_gradient")
         if i in chain:
             continue
+        # jax.nn.softmax(scores, where=mask) has the mask of the scores once more
+        masks_again = name == "select_n" and any(_is_same(program, inputs[0], x) for x in masks)
+        neutral = _is_masked if masks_again else NEUTRAL.get(name, lambda x: True)
         for number, ref in enumerate(inputs):
-            # jax.nn.softmax(scores, where=mask) has the mask of the scores once more
-            is_mask = name == "select_n" and number == 0
-            same = is_mask and any(_is_same(program, ref, mask) for mask in masks)
-            if ref.op in (scores, *path) or same:
+            if ref.op in (scores, *path) or (masks_again and number == 0):
                 continue
             value = _number(program, ref, varying)
-            if value is None or not NEUTRAL.get(name, lambda x: True)(value):
+            if value is None or not neutral(value):
                 raise Unfit("its weights are changed after the softmax, as by dropout")
+
+
+def _is_masked(number: float) -> bool:
+    """True for the score or the weight of a masked pair."""
+    return abs(number) <= ROUNDING or number <= MASKED
 
 
 def _require_keys(

@@ -273,6 +273,20 @@ def test_a_mask_of_the_softmax():
         agree(new, where, normal(t, b, t, 8), jnp.arange(t) < 1 + jnp.arange(b)[:, None])
 
 
+def test_a_scale_of_each_key_in_a_head_of_small_scale_is_nan():
+    """Its differences are a percent of the other head's scale."""
+
+    def function(x, scale):
+        scores = jnp.einsum("btnh,bsnh->bnts", x, x) * scale
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), x)
+
+    x, scale = normal(0, 2, 6, 2, 8), jnp.array([5.0, 0.05])[:, None, None]
+    keys = jnp.linspace(0.1, 1, 6)
+    new = replaced(function, [x, jnp.broadcast_to(scale, (2, 1, 6))], **KEYS)
+    agree(new, function, x, jnp.broadcast_to(scale / 2, (2, 1, 6)))
+    assert jnp.isnan(new(x, jnp.concatenate([scale[:1] + 0 * keys, scale[1:] * keys]))).all()
+
+
 def test_weights_of_a_narrow_type():
     def function(x):
         weights = jax.nn.softmax(x @ x.mT / 3).astype(jnp.bfloat16)
@@ -414,6 +428,17 @@ def scaled_after_the_shift(x):
     return weights / weights.sum(axis=-1, keepdims=True) @ x
 
 
+def complex_scores(x):
+    """Rotary positions as complex numbers."""
+    z = x[..., :4] + 1j * x[..., 4:]
+    return jax.nn.softmax(jnp.einsum("bth,bsh->bts", z, z.conj()).real) @ x
+
+
+def weights_of_masked_pairs(x, mask):
+    """Small, and not 0. The batch has no masked pairs."""
+    return jnp.where(mask, jax.nn.softmax(jnp.where(mask, x @ x.mT, -1e9)), 1e-3) @ x
+
+
 def relative(x):
     """A product of queries and positions is added to the scores."""
     positions = jnp.sin(jnp.arange(6)[:, None, None] + jnp.arange(6)[:, None] * jnp.arange(8))
@@ -441,6 +466,8 @@ SOME = {
     padded_sum: "changed after the softmax",
     on_a_grid: "have more than one axis",
     quantized: "integers",
+    complex_scores: "are complex",
+    weights_of_masked_pairs: "changed after the softmax",
     relative: "a sum of several products",
     in_a_shard_map: "inside shard_map",
     scaled_after_the_shift: "after their largest was subtracted",
@@ -450,9 +477,10 @@ SOME = {
 
 @pytest.mark.parametrize("function", SOME, ids=name)
 def test_softmax_for_some_lengths_or_arguments_alone(function):
-    more = {capped_by: (jnp.float32(1e6),), permuted: (jnp.arange(6),)}.get(function, ())
+    more = {capped_by: (jnp.float32(1e6),), permuted: (jnp.arange(6),)}
+    more |= {weights_of_masked_pairs: (jnp.ones(6, bool),)}
     with pytest.raises(ValueError, match=SOME[function]):
-        performer.linearize(function, [(normal(0, 2, 6, 8), *more)], **EXACT)
+        performer.linearize(function, [(normal(0, 2, 6, 8), *more.get(function, ()))], **EXACT)
 
 
 def static(x, scale=1 / 3, axis=-1, factor=1.0):
