@@ -182,11 +182,15 @@ def config() -> str:
     text = "# Fields of a config\n\n"
     text += "A flag sets one field, as `--config.attention.coupling=pm`; a file sets them all.\n"
     whole = configs.Config()
-    parts = {f"{name}.": x for name, x in vars(whole).items() if dataclasses.is_dataclass(x)}
+
+    def values(section):
+        return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+
+    parts = {f"{name}.": x for name, x in values(whole).items() if dataclasses.is_dataclass(x)}
     for prefix, section in ({"": whole} | parts).items():
         text += f"\n## {type(section).__name__}\n\n{(section.__doc__ or '').strip()}\n\n"
         text += "| field | default | meaning |\n|---|---|---|\n"
-        for name, default in vars(section).items():
+        for name, default in values(section).items():
             if field := configs.FIELDS.get(path := prefix + name):
                 shown = f"{field.metadata['help']} It {field.metadata['allowed']}."
                 shown = shown.replace("|", "&#124;")
