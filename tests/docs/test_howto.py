@@ -68,7 +68,7 @@ PAGES = [p for p in sorted(Path("docs/howto").glob("*.md")) if commands.COMMAND.
 def small(module, given):
     """The arguments, and those that make the command short: the last of a flag counts."""
     name = re.search(r"--config=(?:[^\s:]*/)?(\w+)", " ".join(given))
-    if module in ("vit.train", "vit.pretrained") and not name:
+    if module in ("vit.train", "vit.pretrained", "experiments.compare") and not name:
         return given
     added = BY_CONFIG[name[1]] if name else []
     if module == "vit.pretrained":  # the weights have the sizes
