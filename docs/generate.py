@@ -1,6 +1,5 @@
 """Pages made of the code: modules, commands, fields of a config, figures; pages as notebooks."""
 
-import dataclasses
 import importlib
 import inspect
 import os
@@ -181,20 +180,15 @@ def config() -> str:
     """Every field of a config: its flag, default, meaning and range."""
     text = "# Fields of a config\n\n"
     text += "A flag sets one field, as `--config.attention.coupling=pm`; a file sets them all.\n"
-    whole = configs.Config()
-
-    def values(section):
-        return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
-
-    parts = {f"{name}.": x for name, x in values(whole).items() if dataclasses.is_dataclass(x)}
-    for prefix, section in ({"": whole} | parts).items():
-        text += f"\n## {type(section).__name__}\n\n{(section.__doc__ or '').strip()}\n\n"
+    defaults = configs.flatten(configs.Config())
+    for name, section in {"": configs.Config, **configs.SECTIONS}.items():
+        text += f"\n## {section.__name__}\n\n{(section.__doc__ or '').strip()}\n\n"
         text += "| field | default | meaning |\n|---|---|---|\n"
-        for name, default in values(section).items():
-            if field := configs.FIELDS.get(path := prefix + name):
+        for path, field in configs.FIELDS.items():
+            if path.rpartition(".")[0] == name:
                 shown = f"{field.metadata['help']} It {field.metadata['allowed']}."
                 shown = shown.replace("|", "&#124;")
-                text += f"| `config.{path}` | `{default!r}` | {shown} |\n"
+                text += f"| `config.{path}` | `{defaults[path]!r}` | {shown} |\n"
     return text
 
 

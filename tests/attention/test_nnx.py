@@ -202,7 +202,7 @@ def test_weights_are_captured(method):
 
 
 def test_a_view_is_in_evaluation_mode():
-    """As that of `nnx.BatchNorm`; it shares the moments with the model, and must keep them."""
+    """Like `nnx.BatchNorm`: a view shares the moments with the model, and must keep them."""
     model = nnx.Dict(norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0)), attention=calibrated())
     module = model["attention"]
     module(X)

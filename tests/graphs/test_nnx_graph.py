@@ -83,7 +83,7 @@ def test_the_initial_kernel_is_diffusion():
 
 
 def test_calibration_is_fitted_with_the_mask_of_a_graph_too():
-    """Running moments are those of attention without the graph; evaluation keeps them."""
+    """Running moments are as without the graph; evaluation keeps them."""
     moments, exists = [], jnp.arange(34) < 20
     for mask in None, WALKS:
         model = layer(mask=mask, calibration="full")

@@ -401,7 +401,7 @@ def parse_variant(variant: str) -> tuple[Size, int]:
 def blocks(config: Config) -> tuple[Block, ...]:
     """Return the attention of each block: the records of the config, or its one for all."""
     attention = config.attention
-    shared = {name: getattr(attention, name) for name in Block._fields if name != "transferred"}
+    shared = {name: getattr(attention, name) for name in Block._fields if hasattr(attention, name)}
     same = Block(**shared)
     return attention.blocks or (same,) * config.model.size.depth
 

@@ -17,11 +17,10 @@ fewer epochs the warm-up is also shorter.
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from vit import data
-from vit.config import Attention, Config, Data, Model, Optim, check_fields, with_values
+from vit.config import Attention, Config, Data, Model, Optim, check_fields, flatten, with_values
 from vit.config.cli import command
 from vit.data import augment
 from vit.run import buckets
@@ -173,8 +172,7 @@ def for_data_set(where: str) -> Derived:
     def derive(values: dict[str, Any]) -> Config:
         return for_images(number, dataset.num_classes, side, dataset.channels, fixed | values)
 
-    values = derive({})
-    config = Derived(**{field.name: getattr(values, field.name) for field in fields(values)})
+    config = cast(Derived, with_values(Derived(), flatten(derive({}))))
     config.derive = derive
     return config
 
