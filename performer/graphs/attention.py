@@ -102,10 +102,9 @@ def masked_attention(
         weights: as in `performer_attention`.
         calibration: as in `performer_attention`.
         feature_map: as in `performer_attention`.
-        implementation: "sparse" sums over the visits of the walks: linear, and accurate for queries
-            and keys of any norm. "dense" forms the mask: faster for small graphs, but rows whose
-            unmasked keys are e^-80 below the best masked key are lost. None is "dense" up to
-            `DENSE` nodes.
+        implementation: "sparse" sums over the visits of the walks: linear. "dense" forms the mask:
+            faster for small graphs, unless norms above about 10 require one maximum for each row.
+            None is "dense" up to `DENSE` nodes.
         links: result of `link`, for a mask that `jit` traces; computed in each other call.
 
     Returns:
@@ -196,14 +195,42 @@ def _sums(query: Split, key: Split, value, mask, links, sparse) -> tuple[Array, 
 
 
 def _dense(query: Split, key: Split, value: Array, mask: Array) -> tuple[Array, Array]:
+    mask = mask.astype(value.dtype)[..., None, :, :]  # (n or none, 1, t, s)
     highest = jax.lax.stop_gradient(jnp.max(key[0], axis=-2))  # (n, b, m)
     exponent = query[0] + highest[..., None, :]
     top = finite(jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True)))
     left = exponentials((exponent, query[1]), top)
     right = exponentials(key, highest[..., None, :])
-    mask = mask.astype(value.dtype)
-    weights = dot("nbtm,nbsm->nbts", left, right, value.dtype) * mask[..., None, :, :]
-    return dot("nbts,nbsv->nbtv", weights, value, value.dtype), top[..., 0]
+    weights = dot("nbtm,nbsm->nbts", left, right, value.dtype) * mask
+    # The maxima ignore the mask: next to a masked key, the others of a row may vanish. The square
+    # of what remains, in the derivative of a ratio, must not.
+    exists = jnp.max(key[0], axis=-1)[..., None, :] > -jnp.inf
+    mass = jnp.sum(jnp.abs(weights), axis=-1)
+    lost = (mass < jnp.finfo(mass.dtype).tiny ** 0.5) & jnp.any((mask != 0) & exists, axis=-1)
+    return jax.lax.cond(
+        jnp.any(lost),
+        lambda: _by_rows(query, key, value, mask),
+        lambda: (dot("nbts,nbsv->nbtv", weights, value, value.dtype), top[..., 0]),
+    )
+
+
+def _by_rows(query: Split, key: Split, value: Array, mask: Array) -> tuple[Array, Array]:
+    """Same result as `_dense`, with one maximum for each row, over pairs and features."""
+
+    @jax.checkpoint
+    def row(x):
+        (exponent, factor), entries = x  # (n, b, 1, m) of one node, (n or none, 1, s)
+        exponent = exponent + key[0]
+        top = jax.lax.stop_gradient(exponent + _log_size(entries)[..., None])
+        top = finite(jnp.max(top, axis=(-2, -1)))
+        terms = _scaled(exponent - top[..., None, None], entries[..., None])  # (n, b, s, m)
+        for y in (factor, key[1]):
+            terms = terms if y is None else terms * y
+        return dot("nbs,nbsv->nbv", jnp.sum(terms, axis=-1), value, value.dtype), top
+
+    nodes = jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0)[..., None, :], query)
+    rows, tops = jax.lax.map(row, (nodes, jnp.moveaxis(mask, -2, 0)))
+    return jnp.moveaxis(rows, 0, 2), jnp.moveaxis(tops, 0, 2)
 
 
 def _phi(mask: EstimatedKernel) -> tuple[Features, Features]:

@@ -193,12 +193,12 @@ def test_numerator_and_normaliser_are_unbiased(coupling, summed):
         assert np.abs(z_scores(rows / 2, expected)).max() < 4.5  # 2 M of two ensembles
 
 
-@pytest.mark.parametrize("implementation", ["pairs", "visits"])
+@BOTH
 @pytest.mark.parametrize(
     ("size", "kernel", "long"),
     tiers([(40.0, DIFFUSION, 5), (40.0, kernels.RandomWalk(2), None), (1.0, DIFFUSION, 5)], 2),
 )
-def test_sparse_sums_hold_for_any_norm(size, kernel, long, implementation):
+def test_sums_hold_for_any_norm(size, kernel, long, implementation):
     """Long keys in one component, whose features are far below the ones of keys of 0 in another.
 
     With a polynomial, walks reach keys that have no part, however long they are.
@@ -210,6 +210,12 @@ def test_sparse_sums_hold_for_any_norm(size, kernel, long, implementation):
     found = attention_sum(q, k, v, w, mask)
     slope = jax.grad(lambda q: attention_sum(q, k, v, w, mask).sum())(q)
     assert np.isfinite(slope).all()
+    if implementation == "dense":
+        given = attention_sum(q, k, v, w, mask.gram())
+        np.testing.assert_allclose(given, found, rtol=1e-4, atol=1e-5)
+        sparse = partial(attend, implementation="visits")
+        visits = jax.grad(lambda q: sparse(q, k, v, w, mask).sum())(q)
+        np.testing.assert_allclose(slope, visits, rtol=1e-3, atol=1e-5)
     with jax.enable_x64(True):
         logs = np.einsum("btnh,mh->btnm", np.asarray(q, float), w) * H**-0.25
         keys = np.einsum("bsnh,mh->bsnm", np.asarray(k, float), w) * H**-0.25
