@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from performer.features import Split
 from performer.typing import float32_or_wider
@@ -104,6 +104,17 @@ def weighted(split: Split, log_weights: Float[Array, "..."] | None) -> Split:
 def normalised(numerator: Array, denominator: Array) -> Array:
     """Return numerator / denominator; 0 for a query without keys."""
     return numerator * (1 / jnp.where(denominator == 0, 1.0, denominator))[..., None]
+
+
+@jax.custom_batching.custom_vmap
+def anywhere(lost: Bool[Array, "..."]) -> Bool[Array, ""]:
+    """True if any is; a single answer under `vmap` too, so that `cond` stays one branch."""
+    return jnp.any(lost)
+
+
+@anywhere.def_vmap
+def _(size, batched, lost):
+    return anywhere(lost), False
 
 
 @jax.custom_jvp

@@ -62,7 +62,7 @@ from performer.attention.state import (
 )
 from performer.attention.values import Plan
 from performer.features import Split
-from performer.numerics import dot, exponentials, finite, operand_dtype, weighted
+from performer.numerics import anywhere, dot, exponentials, finite, operand_dtype, weighted
 from performer.typing import Size, float32_or_wider
 
 TINY = 1e-32
@@ -551,14 +551,3 @@ def _in_logarithms(
         jnp.where(lost, both.normaliser, rows.normaliser),
         jnp.where(lost[..., None], both.numerator, rows.numerator),
     )
-
-
-@jax.custom_batching.custom_vmap
-def anywhere(lost: Bool[Array, "..."]) -> Bool[Array, ""]:
-    """True if any is; a single answer under `vmap` too, so that `cond` stays one branch."""
-    return jnp.any(lost)
-
-
-@anywhere.def_vmap
-def _(size, batched, lost):
-    return anywhere(lost), False

@@ -38,7 +38,7 @@ from performer.attention.maps import features_of
 from performer.choices import unknown
 from performer.features import FeatureMap, Split
 from performer.graphs.features import EstimatedKernel, Features
-from performer.numerics import dot, exponentials, finite, normalised
+from performer.numerics import anywhere, dot, exponentials, finite, normalised
 
 DENSE = 1024
 """Largest number of nodes for which the mask is formed as a matrix."""
@@ -208,7 +208,7 @@ def _dense(query: Split, key: Split, value: Array, mask: Array) -> tuple[Array, 
     mass = jnp.sum(jnp.abs(weights), axis=-1)
     lost = (mass < jnp.finfo(mass.dtype).tiny ** 0.5) & jnp.any((mask != 0) & exists, axis=-1)
     return jax.lax.cond(
-        jnp.any(lost),
+        anywhere(lost),
         lambda: _by_rows(query, key, value, mask),
         lambda: (dot("nbts,nbsv->nbtv", weights, value, value.dtype), top[..., 0]),
     )
