@@ -222,11 +222,19 @@ def _pair_moments(
     attention = jnp.where(exists, jax.nn.softmax(jnp.where(exists, logits, -jnp.inf)), 0)
     attention = attention / query[0, ..., 0].size
     query_weights, key_weights = jnp.sum(attention, axis=-1), jnp.sum(attention, axis=(-3, -2))
+    # Sums are about the means, and moved to zero at the end: a sum about zero of a thousand equal
+    # vectors has a rounding error that `fit` would take for a covariance, or a negative one.
+    total = jnp.maximum(jnp.sum(key_weights, axis=(-2, -1)), ROUNDING)[:, None]
+    mean_q = _dot("kbgt,kbgtz->kz", query_weights, query) / total
+    mean_k = _dot("kbs,kbsz->kz", key_weights, key) / total
+    query, key = query - mean_q[:, None, None, None], key - mean_k[:, None, None]
     query = jnp.concatenate([jnp.ones_like(query[..., :1]), query], axis=-1)
     query_query = _dot("kbgt,kbgty,kbgtz->kyz", query_weights, query, query)
     query_key = _dot("kbgts,kbgty,kbsz->kyz", attention, query, key)
     key_key = _dot("kbs,kbsy,kbsz->kyz", key_weights, key, key)
-    return jnp.block([[query_query, query_key], [query_key.mT, key_key]])
+    moments = jnp.block([[query_query, query_key], [query_key.mT, key_key]])
+    means = jnp.concatenate([mean_q, mean_k], axis=-1)
+    return _transform(_eye(moments).at[:, 1:, 0].set(means), moments)
 
 
 def fit(

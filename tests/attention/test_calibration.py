@@ -188,6 +188,20 @@ def test_ill_conditioned_covariances():
     np.testing.assert_allclose(got @ got.T, spread, atol=1e-3 * np.abs(spread).max())
 
 
+@pytest.mark.parametrize("spread", [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (1e-4, 1e-4)])
+def test_equal_queries_or_keys(spread):
+    """Of a head that adds its bias alone: a sum about zero rounds to an indefinite covariance."""
+    noise = np.random.default_rng(6).normal(size=(2, 1, 64, 1, 8))
+    query, key = (
+        jnp.asarray(mean + size * x, jnp.float32)
+        for mean, size, x in zip((10, 3), spread, noise, strict=True)
+    )
+    fitted = calibrate(query, key, coupling="orf")
+    for leaf in fitted:
+        assert leaf is None or np.isfinite(leaf).all()
+    np.testing.assert_allclose(fitted.scale[0] @ fitted.inverse_scale[0], np.eye(8), atol=1e-5)
+
+
 def test_moments_of_a_long_sequence():
     """2 t^2 is past 2^31."""
     query = jnp.linspace(0.0, 1.0, 40_000).reshape(1, -1, 1, 1)
