@@ -27,6 +27,8 @@ def estimate():
 def test_a_posterior_that_is_not_solved_is_refused():
     with pytest.raises(ValueError, match="relative residual of .* for a tolerance of 1e-20"):
         gp.condition(estimate(), OBSERVED, NEW, Y, 1e-4, tolerance=1e-20)
+    compiled = jax.jit(lambda y: gp.condition(estimate(), OBSERVED, NEW, y, 1e-4, tolerance=1e-20))
+    assert all(np.isnan(leaf).all() for leaf in compiled(Y))
 
 
 def law_of(gram, observed, y, nodes, output_scale, noise_scale):
@@ -89,8 +91,8 @@ def test_fit_takes_whole_values_and_nodes_seen_twice():
     observed, y = np.arange(34).repeat(2), (np.arange(34) % 3 - 1).repeat(2)
     options = dict(num_steps=1, num_probes=1000, tolerance=1e-5, optimizer=optax.sgd(1.0))
     start = gp.Scales(1, 1.0, np.float64(0.5))
-    found, same = (
-        gp.fit(jax.random.key(3), sampled, observed, y.astype(dtype), start, **options)[0]
+    (found, losses), (same, _) = (
+        gp.fit(jax.random.key(3), sampled, observed, y.astype(dtype), start, **options)
         for dtype in (np.int32, np.float32)
     )
     np.testing.assert_array_equal(np.array(found), np.array(same))
@@ -104,6 +106,8 @@ def test_fit_takes_whole_values_and_nodes_seen_twice():
 
     slope = (loss(np.log(0.5) + 1e-4) - loss(np.log(0.5) - 1e-4)) / 2e-4 / 68
     assert np.log(found.noise_scale / 0.5) == pytest.approx(-slope, rel=0.1)
+    square = y @ np.linalg.solve(gram + 0.25 * np.eye(68), y)
+    np.testing.assert_allclose(losses, [square / 68], rtol=1e-3)
 
 
 def test_empty_lists_observe_nothing():
