@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.linalg import helmert
+from scipy.special import logsumexp, softmax
 
 from performer import analysis, couplings
 from performer.analysis import attention_error, recommend
@@ -319,6 +320,20 @@ def test_long_vectors_overflow_nothing():
     error = attention_error(*inputs(norm=20.0), coupling=gaussian, num_features=M, draws=DRAWS)
     for name, field in vars(error).items():
         assert np.isfinite(field).all(), name
+
+
+@pytest.mark.parametrize(("norm", "shift"), [(20.0, 0), (1.0, 20)])
+def test_attention_of_long_vectors(norm, shift):
+    """If q = -k nearly, no feature is negligible, though those of the keys differ by e^100."""
+    query, key, _ = inputs(lead=(1,), norm=norm)
+    query, key, w = query - shift, key + shift, documented_draws(gaussian)
+    error = attention_error(query, key, coupling=gaussian, num_features=M, draws=DRAWS)
+    q, k, w = (np.asarray(x, np.float64) for x in (query[0, :, 0], key[0, :, 0], w[:, 0]))
+    q, k = q * H**-0.25, k * H**-0.25
+    exponents = np.einsum("dmx,ijx->dijm", w, q[:, None] + k) - np.sum(k**2, -1)[:, None] / 2
+    A_hat, A = softmax(logsumexp(exponents, axis=-1), axis=-1), softmax(q @ k.T, axis=-1)
+    want = np.mean(np.sum((A_hat - A) ** 2, axis=(1, 2))) / np.sum(A**2)
+    np.testing.assert_allclose(error.attention.value[0, 0], want, rtol=5e-3)
 
 
 @pytest.mark.parametrize("most", [2, 9])
