@@ -1,5 +1,6 @@
 """The statistics of a comparison against SciPy, a simulation, and by hand."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -19,6 +20,14 @@ def test_paired_differences_are_scipys():
     assert ours.count == 8
     mean, half = statistics.interval((a - b).tolist())
     assert (mean - half, mean + half) == pytest.approx((interval.low, interval.high))
+
+
+def test_relative_errors_are_of_frobenius_norms():
+    """|(0, 3, 4)| / |(0, 6, 8)|; NumPy's in float64, so that small ones are not rounded to 0."""
+    exact = 2 * np.array([[0.0, 3.0, 4.0]])
+    assert statistics.relative_error(0.5 * exact, exact) == pytest.approx(0.5)
+    assert statistics.relative_error((1 + 1e-12) * exact, exact) == pytest.approx(1e-12, rel=1e-3)
+    assert float(statistics.relative_error(jnp.asarray(1.5 * exact), exact)) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("scale", [1, 1e-3])
