@@ -128,6 +128,21 @@ def test_a_chunk_has_several_windows(is_causal, place, small_chunks):
         assert (error / (2.0**-24 * bound + 1e-30)).max() < 4, window
 
 
+@pytest.mark.parametrize("lengths", [(1,) * 9, (2, 4, 3)])
+def test_decayed_first_keys_in_pieces(lengths):
+    """Pieces that begin within a window: first keys fade by the tokens since, in any piece."""
+    tokens, log_decay = inputs(t=9, s=9), random_decays(t=9)
+    attend = partial(performer_attention, is_causal=True, exact_window=3, exact_first=2)
+    outputs, state, begin = [], None, 0
+    for length in lengths:
+        query, key, value, log = (x[:, begin : begin + length] for x in (*tokens[:3], log_decay))
+        options: dict = dict(log_decay=log, initial_state=state, return_state=True)
+        output, state = attend(query, key, value, tokens[3], **options)
+        outputs.append(output)
+        begin += length
+    close(jnp.concatenate(outputs, axis=1), attend(*tokens, log_decay=log_decay), 1e-5)
+
+
 # Extremes
 
 

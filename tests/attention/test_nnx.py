@@ -12,6 +12,7 @@ from flax import nnx
 
 import performer
 from performer import performer_attention
+from performer.calibration import calibrate
 from performer.nnx import PerformerAttention, redraw
 from tests.support import oracles
 from tests.support.tiers import tiers
@@ -186,6 +187,22 @@ def test_the_pairs_of_the_call_are_measured():
     for options in {}, {"is_causal": True}:
         packed = (3 * want(0, 3, **options) + 2 * want(3, 5, **options)) / 5
         check(moments(segment_ids=ids, **options), packed)
+
+
+def test_a_call_is_calibrated_by_the_calls_before():
+    """The first one by nothing, the second one by the first alone, whatever the momentum."""
+    tokens = jax.random.normal(jax.random.key(1), (3, 2, 5, 2, 4)) + 0.5
+    attention = PerformerAttention(
+        16, 4, coupling="orf", num_heads=2, calibration="full", rngs=nnx.Rngs(0)
+    )
+    frequencies = attention.frequencies[...]
+    plain = performer_attention(*tokens, frequencies)
+    np.testing.assert_allclose(attention(*tokens), plain, rtol=1e-4, atol=1e-5)
+    fitted = calibrate(*tokens[:2], coupling="orf")
+    want = performer_attention(*tokens, frequencies, calibration=fitted)
+    attention.eval()
+    np.testing.assert_allclose(attention(*tokens), want, rtol=1e-4, atol=1e-5)
+    assert np.abs(want - plain).max() > 0.05
 
 
 @pytest.mark.parametrize("method", ["none", "full"])
