@@ -12,6 +12,7 @@ import performer
 from performer import calibration, couplings
 from performer.attention import Exact
 from performer.linearization import recipes
+from performer.linearization.measure import alibi_slopes
 from tests.support import zoo
 from tests.support.attention_inputs import by_op
 from tests.support.tiers import tiers
@@ -128,6 +129,17 @@ def test_what_stays_exact_is_named():
     for x, y in zip(left, exact, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
     assert not np.allclose(changed, before, atol=1e-3)
+
+
+def test_slopes_of_alibi():
+    """Of a bias of key positions, as BLOOM's: a constant for each row has no effect."""
+    slopes, allowed = np.array([0.5, 0.25]), np.tri(5, dtype=bool)[None, None].repeat(2, axis=0)
+    bias = np.where(allowed, slopes[:, None, None] * np.arange(5), -1e9).astype(np.float32)
+    for change, holds in ((0.0, True), (0.1, False)):
+        bias[1, 1, 4, 2] += change
+        found, flat = alibi_slopes(jnp.asarray(bias), jnp.asarray(allowed).repeat(2, axis=1))
+        np.testing.assert_allclose(found, slopes, rtol=1e-6)
+        assert flat == holds
 
 
 def test_nothing_to_replace_is_an_error():

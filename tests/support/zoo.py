@@ -409,6 +409,12 @@ def dropout(q, k, v):
     return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights / 0.8, 0), v)
 
 
+def squared(q, k, v):
+    """Weights that do not sum to 1."""
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k)) ** 2
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
 def conditional(q, k, v):
     return jax.lax.cond(q[0, 0, 0, 0] > 9, lambda: v, lambda: with_mask(q, k, v))
 
@@ -478,6 +484,7 @@ LEFT = {
     sliding_window: "neither of keys, nor causal, nor of packed sequences",
     soft_cap: "is there a soft cap",
     dropout: "as by dropout",
+    squared: "is not what it computes",
     conditional: "inside cond",
     flash_kernel: "a kernel, .*flash_attention",
     flash_attention: "a kernel, .*flash_attention",
