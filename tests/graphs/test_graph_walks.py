@@ -49,6 +49,34 @@ def test_loads_are_unbiased_for_the_powers_of_the_weights(steps):
         power = power @ weights_matrix()
 
 
+def test_compiled_walks_are_those_of_shorter_lengths():
+    """`max_steps` cuts a walk, whose last visit is then there; other visits have the load 0."""
+    graph, lengths = example(), lengths_of(example(), num_walks=20)
+    assert lengths.max() > 2
+    options = dict(p_halt=P_HALT, steps="weighted")
+    want = walks.sample(jax.random.key(1), graph, np.minimum(lengths, 2), **options)
+    got = jax.jit(lambda x: walks.sample(jax.random.key(1), graph, x, max_steps=2, **options))(
+        jnp.asarray(lengths)
+    )
+    assert got.start.size == 3 * lengths.size
+
+    def visits(sampled):
+        names = ("start", "node", "step", "load", "last")
+        rows = zip(*(np.asarray(getattr(sampled, name)) for name in names), strict=True)
+        return sorted(row for row in rows if row[3])
+
+    np.testing.assert_allclose(visits(got), visits(want), rtol=1e-6)
+
+
+def test_edges_of_tiny_weight_are_not_taken():
+    """The cumulative probability is 2^32 before them, one more than 32 bits hold."""
+    graph = Graph.from_edges(np.array([(0, 1), (0, 2), (1, 2)]), 3, np.array([1.0, 1e-30, 1.0]))
+    lengths = np.ones((3, 50), np.int32)
+    sampled = walks.sample(jax.random.key(0), graph, lengths, p_halt=0.5, steps="weighted")
+    moved = (np.asarray(sampled.start) == 0) & (np.asarray(sampled.step) == 1)
+    np.testing.assert_array_equal(np.asarray(sampled.node)[moved], 1)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("steps", ["uniform", "weighted"])
 def test_all_neighbours_of_a_hub_are_equally_likely(steps):
