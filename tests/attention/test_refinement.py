@@ -17,6 +17,7 @@ from performer.refinement import (
     calibrated_far,
     divergence,
     learned_estimate,
+    parted,
     performer_estimate,
     positive_estimate,
     refine_far,
@@ -81,6 +82,17 @@ def test_softmax_attention_of_bfloat16_is_not_rounded():
     want = np.exp(logits - logits.max(axis=-1, keepdims=True))
     want /= want.sum(axis=-1, keepdims=True)
     np.testing.assert_allclose(softmax_attention(of), want, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 17])
+def test_examples_are_trained_on_or_held_out(number):
+    """Each is one of the two, one of eight held out; a single example is both."""
+    whole = sample(number)
+    trained, held_out = (np.asarray(part.query) for part in parted(whole))
+    both = np.concatenate([trained, held_out])
+    want = np.concatenate([whole.query] * 2) if number == 1 else np.asarray(whole.query)
+    np.testing.assert_array_equal(np.sort(both[:, 0, 0, 0]), np.sort(want[:, 0, 0, 0]))
+    assert len(held_out) == {1: 1, 2: 1, 7: 1, 17: 2}[number]
 
 
 @pytest.mark.thorough

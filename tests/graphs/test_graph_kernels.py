@@ -153,6 +153,14 @@ def test_convergence_on_the_radius_itself():
             kernels.require_radius(kernels.Resolvent(d), 1.0)
 
 
+def test_negative_weights_converge_as_their_sizes():
+    """A cycle with one negative edge has the radius 0.85, and mean loads that grow like 1.2^k."""
+    graph = Graph.from_edges([(0, 1), (1, 2), (2, 3), (3, 0)], 4, [0.6, 0.6, 0.6, -0.6])
+    assert kernels.spectral_radius(graph) == pytest.approx(0.6 * 2**0.5)
+    with pytest.raises(ValueError, match="the spectral radius of the weights is 1.2, and it conv"):
+        kernels.require_convergence(graph, kernels.Resolvent(1))
+
+
 def test_no_rounding_error_connects_two_components():
     parts = [(0, 1), (1, 2), (3, 4), (4, 5), (6, 7), (7, 8), (8, 6)]
     found = np.asarray(kernels.Diffusion().dense(Graph.from_edges(parts, 9)))
