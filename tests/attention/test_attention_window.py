@@ -185,6 +185,17 @@ def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
     assert case == "elu+1" or max(ratios[None][1:]) > 100  # what it is for
 
 
+def test_lost_rows_of_features_with_factors():
+    """elu(q) + 1 = (e^-60, 6) and elu(k) + 1 = (1 + a, e^-60): the kernel is (7 + a) e^-60."""
+    a = np.array([1.0, 30.0, 9.0])
+    key = jnp.asarray(np.stack([a, np.full(3, -60.0)], axis=-1)[None, :, None], jnp.float32)
+    query = jnp.broadcast_to(jnp.array([-60.0, 5.0]), key.shape)
+    options: dict = dict(feature_map="elu+1", scale=1.0, is_causal=True, implementation="robust")
+    got = performer_attention(query, key, jnp.eye(3)[None, :, None], jnp.eye(2), **options)
+    want = np.tril(np.tile(7 + a, (3, 1)))
+    np.testing.assert_allclose(got[0, :, 0], want / want.sum(axis=1, keepdims=True), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("feature_map", "is_causal"),
     tiers([("positive", True), ("relu", True), ("positive", False)], 1),
