@@ -145,12 +145,51 @@ def test_evaluation_counts_every_image_once(digits, processes, n):
     dataset, section = digits._replace(evaluation=digits.evaluation[:n]), config.Data(batch_size=12)
     shares = [list(data.eval_batches(dataset, section, p, processes)) for p in range(processes)]
     assert [len(share) for share in shares] == [-(-n // 12)] * processes
+    assert {len(part["mask"]) for share in shares for part in share} == {12 // processes}
     for name, want in [("image", None), ("label", None), ("mask", [1.0] * n)]:
         got = np.concatenate([part[name] for parts in zip(*shares, strict=True) for part in parts])
         want = [r[name] for r in dataset.evaluation] if want is None else want
         assert np.array_equal(got[:n], want)
         assert len(got) % 12 == 0
         assert np.all(got[n:] == 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "augmented"),
+    [
+        (dict(max_shift=2), lambda image, rng: augment.random_shift(image, rng, 2)),
+        (dict(flip=True), augment.random_flip),
+        (
+            dict(randaugment_layers=2, randaugment_magnitude=9),
+            lambda image, rng: augment.randaugment(image, rng, 2, 9),
+        ),
+        (dict(erase=1.0), lambda image, rng: (rng.random(), augment.random_erasing(image, rng))[1]),
+        (dict(), lambda image, rng: image),
+    ],
+    ids=["max_shift", "flip", "randaugment", "erase", "none"],
+)
+def test_each_augmentation_alone(fields, augmented):
+    """Of training records only; no other draw comes before it."""
+    plain = dict(crop="center", flip=False, max_shift=0, erase=0.0, randaugment_layers=0)
+    section = config.Data(image_size=12, **(plain | fields))
+    record, dataset = {"image": noise(0, 12, 12), "label": 0}, few()
+    changed = 0
+    for seed in range(4):
+        rngs = [np.random.default_rng(seed) for _ in range(2)]
+        got = data.labelled_image(record, rngs[0], section, dataset)["image"]
+        np.testing.assert_array_equal(got, augmented(record["image"], rngs[1]))
+        changed += not np.array_equal(got, record["image"])
+    assert bool(changed) == bool(fields)
+    got = data.labelled_image(record, None, section, dataset)["image"]
+    np.testing.assert_array_equal(got, record["image"])
+
+
+def test_a_low_part_of_a_jpeg_is_not_decoded_at_an_eighth():
+    """The shorter side of the part decides: 64 rows of 512 columns, for 64 pixels."""
+    jpeg, box = encoded(noise(0, 512, 512), "JPEG"), (0, 400, 512, 464)
+    got = data._pixels(jpeg, 64, 3, lambda *_: box, Image.Resampling.BILINEAR)
+    want = Image.open(io.BytesIO(jpeg)).resize((64, 64), Image.Resampling.BILINEAR, box=box)
+    np.testing.assert_array_equal(got, np.asarray(want))
 
 
 def evaluated(image, channels=3, **fields):
