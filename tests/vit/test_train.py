@@ -183,6 +183,9 @@ def test_a_batch_in_parts_gives_the_same_step(programs):
     results = [run.train(run.initial(), batches[0])[1] for run, batches in programs]
     for name in ("train_loss", "train_accuracy", "gradient_norm"):
         assert float(results[1][name]) == pytest.approx(float(results[0][name]), rel=1e-5)
+    # The head starts at zero, and the first of equal classes is the prediction.
+    share = np.mean(np.asarray(programs[0][1][0]["label"]) == 0)
+    assert 0 < share == pytest.approx(float(results[0]["train_accuracy"]))
 
 
 def test_mixup_and_label_smoothing_are_in_the_step():
