@@ -354,11 +354,13 @@ def _check(query, key, value, coupling, m, options) -> None:
     function, h, frequencies = couplings.get(coupling), query.shape[-1], None
     if m:
         frequencies = jax.eval_shape(lambda x: function(x, m, h), jax.random.key(0))
-    if frequencies is not None and frequencies.shape != (m, h):
-        raise ValueError(
-            f"the coupling gives frequencies of shape {frequencies.shape}; expected one row for"
-            f" each feature, {(m, h)}"
-        )
+        shape = getattr(frequencies, "shape", None)
+        if shape != (m, h):
+            got = f"of shape {shape}" if shape else f"as a {type(frequencies).__name__}"
+            raise ValueError(
+                f"the coupling gives frequencies {got}; expected an array with one row for each"
+                f" feature, {(m, h)}"
+            )
     attend = partial(performer_attention, **options)
     jax.eval_shape(attend, query, key, key if value is None else value, frequencies)
 

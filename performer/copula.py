@@ -32,7 +32,7 @@ from jaxtyping import Array, ArrayLike, Float, Num
 from performer import _descent, attention, couplings, directions, features, kernels
 from performer.norms import FromScores, independent_scores
 from performer.numerics import root
-from performer.typing import Coupling, Frequencies, Key, Value
+from performer.typing import Coupling, Frequencies, Key, Value, float32_or_wider
 
 Theta = Float[Array, " pairs"]
 Loss = Callable[[Frequencies], Float[Array, ""]]
@@ -67,9 +67,11 @@ def parameters(correlation: Float[Array, "m m"]) -> Theta:
         correlation: (m, m), positive definite, with ones on the diagonal.
 
     Raises:
-        ValueError: for another diagonal or an eigenvalue that is not positive (use `pairwise` and
-            `monotone` for the limits PNC and PM).
+        ValueError: for a matrix that is not symmetric, another diagonal, or an eigenvalue that is
+            not positive (use `pairwise` and `monotone` for the limits PNC and PM).
     """
+    if not bool(jnp.allclose(correlation, correlation.T, atol=1e-5)):
+        raise ValueError("a correlation matrix is symmetric: pass L L^T, not a factor")
     if not bool(jnp.allclose(jnp.diagonal(correlation), 1, atol=1e-5)):
         raise ValueError("a correlation matrix has ones on its diagonal")
     factor = jnp.linalg.cholesky(correlation)
@@ -156,6 +158,7 @@ def kernel_rmse(
 
 def attention_mse(query: Float[Array, "t h"], key: Float[Array, "s h"]) -> Loss:
     """Return the loss "mean squared error of the attention weights softmax(q.k) of one head"."""
+    query, key = (x.astype(float32_or_wider(query, key)) for x in (query, key))
     exact = jax.nn.softmax(jnp.matmul(query, key.T, precision="highest"), axis=-1)
 
     def loss(frequencies: Frequencies) -> Float[Array, ""]:

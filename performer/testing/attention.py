@@ -417,6 +417,11 @@ def _mean_error(query, key, coupling, num_features, draws, seed, **options) -> t
         seed=seed,
         **options,
     ).attention
+    is_random = np.any(error.standard_error > 1e-6 * error.value - 1e-12)  # 0: all keys are exact
+    assert is_random or not num_features, (
+        f"the attention error of {coupling} is the same for {draws} keys: its frequencies must"
+        " depend on the key"
+    )
     # Heads share their draws: the standard error of the mean is at most the mean one.
     return float(error.value.mean()), float(error.standard_error.mean())
 

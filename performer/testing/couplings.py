@@ -7,8 +7,8 @@
     testing.assert_mse(my_coupling, m=24, d=8, expected=performer.theory.kernel_mse(...))
     testing.assert_lower_mse(my_coupling, "orf", m=24, d=8)
 
-Draws of another shape than (m, d), or not finite, fail every assertion. A correct coupling fails an
-assertion with at most the probability `FALSE_ALARM_RATE`, divided among its comparisons
+Draws that are no array of floats (m, d), not finite, or the same for all keys fail every assertion.
+A correct coupling fails an assertion with at most the probability `FALSE_ALARM_RATE`, divided among its comparisons
 (Bonferroni). The keys are fixed by `seed`, so that results are reproducible. A failure reports
 where, and by how many standard errors.
 
@@ -47,9 +47,9 @@ def samples(coupling: str | Coupling, m: int, d: int, draws: int, seed: int = 0)
 def _draws(coupling: str | Coupling, m: int, d: int, draws: int, seed: int) -> np.ndarray:
     coupling = couplings.get(coupling)
     drawn = (_drawn if hashable(coupling) else _drawn.__wrapped__)(coupling, m, d, draws, seed)
-    shape, bad = drawn.shape[1:], np.sum(~np.isfinite(drawn))
-    assert shape == (m, d), f"the coupling returns {shape}, expected {(m, d)}"
+    bad, is_random = np.sum(~np.isfinite(drawn)), np.any(drawn[1:] != drawn[:1])
     assert bad == 0, f"{bad} values of the coupling are not finite"
+    assert draws < 2 or is_random, f"the coupling returns the same frequencies for {draws} keys"
     return drawn
 
 
@@ -64,7 +64,14 @@ def _drawn(coupling: Coupling, m: int, d: int, draws: int, seed: int) -> np.ndar
 
 @jit_static(0, 1, 2)
 def _batch(coupling: Coupling, m: int, d: int, keys: Array) -> Array:
-    return jax.vmap(lambda key: coupling(key, m, d))(keys)
+    def one(key):
+        drawn = coupling(key, m, d)
+        got = f"{drawn.dtype}{drawn.shape}" if hasattr(drawn, "dtype") else type(drawn).__name__
+        fits = hasattr(drawn, "dtype") and jnp.issubdtype(drawn.dtype, jnp.floating)
+        assert fits and drawn.shape == (m, d), f"the coupling returns {got}, expected floats {(m, d)}"
+        return drawn
+
+    return jax.vmap(one)(keys)
 
 
 def assert_gaussian_marginals(

@@ -173,6 +173,13 @@ def test_options_that_are_not_measured_are_refused(name):
         attention_error(query, key, num_features=M, **{name: 1})
 
 
+@pytest.mark.parametrize("drawn", [None, [1.0], np.ones((H, M))])
+def test_couplings_without_a_row_for_each_feature_are_refused(drawn):
+    query, key, _ = inputs()
+    with pytest.raises(ValueError, match=r"the coupling gives .*; expected an array with one row"):
+        attention_error(query, key, num_features=M, coupling=lambda key, m, d: drawn)
+
+
 def full_calibration():
     """For each key head a shift, a symmetric scale, a mean and a root that is not symmetric."""
     rng = np.random.default_rng(0)

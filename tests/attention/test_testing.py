@@ -186,15 +186,26 @@ def taller(key, m, d):
     return couplings.get("iid")(key, m + 1, d)
 
 
+def complex_numbers(key, m, d):
+    return jnp.fft.ifft(couplings.get("iid")(key, m, d))
+
+
+def without_its_key(key, m, d):
+    return couplings.get("iid")(jax.random.key(0), m, d)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("coupling", "message"),
     [
         (one_in_a_hundred(jnp.nan), "values of the coupling are not finite"),
         (one_in_a_hundred(-jnp.inf), "values of the coupling are not finite"),
-        (taller, r"returns \(3, 3\), expected \(2, 3\)"),
+        (taller, r"returns float32\(3, 3\), expected floats \(2, 3\)"),
+        (complex_numbers, r"returns complex64\(2, 3\), expected floats \(2, 3\)"),
+        (lambda key, m, d: None, r"returns NoneType, expected floats \(2, 3\)"),
+        (without_its_key, "returns the same frequencies for 1000 keys"),
     ],
-    ids=["NaN", "infinite", "of another shape"],
+    ids=["NaN", "infinite", "of another shape", "complex", "None", "of one key"],
 )
 def test_bad_draws_fail_every_assertion(coupling, message):
     iid = couplings.get("iid")

@@ -215,6 +215,25 @@ def test_errors_on_given_queries_and_keys():
             lower(*pair)
 
 
+def of_one_key(key, m, d):
+    return couplings.get("orf")(jax.random.key(0), m, d)
+
+
+def test_couplings_that_ignore_their_key_are_found():
+    """Such errors have no spread: the lower of two would be a matter of luck."""
+    query, key, *_ = inputs(b=1, t=20, k=4, scale=0.7)
+    sizes = dict(num_features=(64, 128), draws=8)
+    for check in (
+        lambda: testing.assert_attention_error(query, key, of_one_key, 16, at_most=9, draws=8),
+        lambda: testing.assert_lower_attention_error(of_one_key, "iid", query, key, 16, draws=8),
+        lambda: testing.assert_attention_consistent(of_one_key, **sizes),
+    ):
+        with pytest.raises(AssertionError, match="same for 8 keys: .* depend on the key"):
+            check()
+    all_exact = dict(exact_keys=20, at_most=1e-6, draws=8)
+    testing.assert_attention_error(query, key, "orf", 16, **all_exact)  # no spread, no error
+
+
 class Model(nnx.Module):
     def __init__(self):
         options = dict(num_heads=2, in_features=16, decode=False, rngs=nnx.Rngs(0))

@@ -49,6 +49,19 @@ def test_the_losses_are_those_of_their_definitions():
     np.testing.assert_allclose(copula.kernel_rmse(of_q)(of_w), np.sqrt(np.mean(off**2)), rtol=1e-4)
 
 
+def test_the_attention_loss_of_rounded_inputs_is_that_in_float32():
+    """Weights in bfloat16 would be off by 3e-3 of their size."""
+    q, k, w = jax.random.normal(jax.random.key(0), (3, 6, D), jnp.bfloat16)
+    wide_q, wide_k, wide_w = (x.astype(jnp.float32) for x in (q, k, w))
+    want = copula.attention_mse(wide_q, wide_k)(wide_w)
+    np.testing.assert_allclose(copula.attention_mse(q, k)(wide_w), want, rtol=1e-5)
+
+
+def test_a_factor_is_no_correlation():
+    with pytest.raises(ValueError, match="symmetric: pass L L"):
+        copula.parameters(jnp.array([[1, 0], [0.5, 1]]))
+
+
 def test_an_error_of_zero_has_the_gradient_zero():
     """Features of the origin are exact, whatever the frequencies are."""
     w = jnp.ones((4, D), jnp.float32)
