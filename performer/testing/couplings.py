@@ -8,9 +8,9 @@
     testing.assert_lower_mse(my_coupling, "orf", m=24, d=8)
 
 Draws that are no array of floats (m, d), not finite, or the same for all keys fail every assertion.
-A correct coupling fails an assertion with at most the probability `FALSE_ALARM_RATE`, divided among its comparisons
-(Bonferroni). The keys are fixed by `seed`, so that results are reproducible. A failure reports
-where, and by how many standard errors.
+A correct coupling fails an assertion with at most the probability `FALSE_ALARM_RATE`, divided among
+its comparisons (Bonferroni). The keys are fixed by `seed`, so that results are reproducible. A
+failure reports where, and by how many standard errors.
 
 Estimates with few positive features, and more so their squared errors, have heavy right tails.
 Samples without the rare large values have too small a mean and standard deviation: for m <= 2 a z
@@ -66,9 +66,10 @@ def _drawn(coupling: Coupling, m: int, d: int, draws: int, seed: int) -> np.ndar
 def _batch(coupling: Coupling, m: int, d: int, keys: Array) -> Array:
     def one(key):
         drawn = coupling(key, m, d)
+        floats = hasattr(drawn, "dtype") and jnp.issubdtype(drawn.dtype, jnp.floating)
         got = f"{drawn.dtype}{drawn.shape}" if hasattr(drawn, "dtype") else type(drawn).__name__
-        fits = hasattr(drawn, "dtype") and jnp.issubdtype(drawn.dtype, jnp.floating)
-        assert fits and drawn.shape == (m, d), f"the coupling returns {got}, expected floats {(m, d)}"
+        fits = floats and drawn.shape == (m, d)
+        assert fits, f"the coupling returns {got}, expected floats {(m, d)}"
         return drawn
 
     return jax.vmap(one)(keys)
