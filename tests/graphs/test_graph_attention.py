@@ -256,6 +256,19 @@ def test_gradients(implementation):
         )  # fmt: skip
 
 
+def test_small_normalisers_have_gradients():
+    """Keys without a link set the maximum: normalisers are 1e-30, and their squares vanish."""
+    *tokens, w = inputs(size=5.0)
+    target = jnp.asarray(np.random.default_rng(2).standard_normal((B, NUM_NODES, HEADS, V)), float)
+
+    def gradients(implementation):
+        attention_sum = partial(attend, w=w, mask=estimate(), implementation=implementation)
+        return jax.grad(lambda *x: jnp.sum(target * attention_sum(*x)), argnums=(0, 1, 2))(*tokens)
+
+    for dense, pairs in zip(gradients("dense"), gradients("pairs"), strict=True):
+        np.testing.assert_allclose(dense, pairs, rtol=1e-4, atol=1e-4)
+
+
 def test_hubs_are_summed_over_visits():
     """A star has N^2 pairs that meet in the middle, and 2 N visits."""
     mask = features.EstimatedKernel(
