@@ -16,7 +16,7 @@ Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,16 @@ from jaxtyping import Array, Float, Integer
 
 from performer import directions, hadamard, norms
 from performer.choices import positive_integer, unknown
-from performer.typing import Coupling, Directions, Frequencies, Key, Norms, Value, jit_static
+from performer.typing import (
+    Coupling,
+    Directions,
+    Frequencies,
+    Key,
+    Norms,
+    Value,
+    expression,
+    jit_static,
+)
 
 __all__ = [
     "COUPLINGS",
@@ -51,6 +60,9 @@ class Blocks(Value):
 
     In each block the lengths are drawn first and passed to the directions.
 
+    Raises:
+        ValueError: in a draw, for lengths or directions of another shape than (d,) and (d, d).
+
     Example:
         >>> coupling = couplings.Blocks(directions.simplex, norms.pairwise)
         >>> frequencies = coupling(jax.random.key(0), 12, 5)  # (12, 5)
@@ -74,12 +86,23 @@ def _draw_blocks(coupling: Blocks, key: Key, m: int, d: int) -> Frequencies:
     def block(block_key: Key) -> Frequencies:
         norms_key, directions_key = jax.random.split(block_key)
         lengths = coupling.norms(norms_key, d, d)
-        return lengths[:, None] * coupling.directions(directions_key, lengths, d)
+        _require_shape("norms", coupling.norms, lengths, (d,))
+        unit = coupling.directions(directions_key, lengths, d)
+        _require_shape("directions", coupling.directions, unit, (d, d))
+        return lengths[:, None] * unit
 
     keys = jax.random.split(key, -(-m // d))
     # For user-defined directions: the default precision of GPU and TPU loses three digits.
     with jax.default_matmul_precision("highest"):
         return jax.vmap(block)(keys).reshape(-1, d)[:m]
+
+
+def _require_shape(part: str, function: Any, drawn: Any, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for another shape, which would be broadcast or cut."""
+    got = getattr(drawn, "shape", type(drawn).__name__)
+    if got != shape:
+        name = expression(function)
+        raise ValueError(f"the {part} {name} of a block return {got}, expected the shape {shape}")
 
 
 def _checked(key, m, d) -> tuple[Key, int, int]:

@@ -193,3 +193,18 @@ def test_redraw_of_stacked_layers_and_of_other_dtypes(lead, dtype):
     np.testing.assert_allclose(
         np.asarray(new(2), np.float32), np.asarray(want.astype(dtype), np.float32), atol=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((directions.orthogonal, lambda key, m, d: jnp.ones((m, 1))), r"norms .* return \(4, 1\)"),
+        ((directions.orthogonal, lambda key, m, d: jnp.ones(3)), r"norms .* return \(3,\)"),
+        ((lambda key, lengths, d: jnp.ones(d), norms.independent), r"directions .* return \(4,\)"),
+    ],
+    ids=["columns of lengths", "too few lengths", "one direction"],
+)
+def test_parts_of_another_shape_are_refused(parts, message):
+    """Broadcast, columns of lengths would repeat the directions of the first blocks."""
+    with pytest.raises(ValueError, match=message):
+        couplings.Blocks(*parts)(jax.random.key(0), 8, 4)
