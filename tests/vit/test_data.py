@@ -130,6 +130,22 @@ def test_what_cannot_be_decoded(image):
         next(data.eval_batches(dataset, section))
 
 
+def test_arrays_named_mask_are_refused():
+    """Evaluation would replace them by its own mask (b,), training would not."""
+    dataset, section = data.in_memory(*[[{"mask": np.ones(3)}] * 2] * 2), config.Data(batch_size=2)
+    for batches in (data.train_batches(dataset, section, 0), data.eval_batches(dataset, section)):
+        with pytest.raises(ValueError, match="record . cannot be decoded: .mask. is the name"):
+            next(iter(batches))
+
+
+@pytest.mark.parametrize("other", [{"x": np.ones(2)}, {"x": np.ones(3), "y": 1}, {"y": np.ones(3)}])
+def test_examples_of_other_shapes_are_refused(other):
+    """Arrays that the first example does not have would be dropped."""
+    dataset = data.in_memory([{"x": np.ones(3)}], [{"x": np.ones(3)}, other])
+    with pytest.raises(ValueError, match=r"the shapes .*'x': \(3,\), .* and "):
+        next(data.eval_batches(dataset, config.Data(batch_size=2)))
+
+
 def test_an_epoch_shows_every_image_once_and_the_next_in_another_order(digits):
     few, section = digits._replace(train=digits.train[:150]), config.Data(batch_size=50)
     batches, _ = take(few, section, 0, 6)

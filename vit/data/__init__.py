@@ -103,7 +103,7 @@ class Dataset(NamedTuple):
     channels: int = 0
     decode: Callable[..., Batch] = labelled_image
     """(record, generator or None in evaluation, section of the config, data set) -> an example:
-    arrays by name, of the same shapes for every record."""
+    arrays by name, of the same shapes for every record. The name "mask" is that of evaluation."""
     blank: Callable[..., Batch] = blank_image
     """(section of the config, data set) -> an example that pads the last batch."""
     fingerprint: Callable[[], str] = str
@@ -471,7 +471,7 @@ def _training(dataset: Dataset, data: config.Data, seed: int, size: int) -> Call
     # No functools.partial: grain takes the repr of what it calls, here of all records.
     def example(index: int, rng: np.random.Generator) -> Batch:
         with _named(f"training record {index}"):
-            return dataset.decode(records[index], rng, data, dataset)
+            return _decoded(dataset, records[index], rng, data)
 
     order = grain.MapDataset.range(len(records)).seed(seed).shuffle().repeat()
     examples: Any = order.random_map(example)
@@ -487,9 +487,19 @@ def _evaluation(dataset: Dataset, data: config.Data, size: int) -> Callable[[int
         if index >= len(records):
             return dataset.blank(data, dataset) | {"mask": np.float32(0)}
         with _named(f"evaluation record {index}"):
-            return dataset.decode(records[index], None, data, dataset) | {"mask": np.float32(1)}
+            return _decoded(dataset, records[index], None, data) | {"mask": np.float32(1)}
 
     return lambda number: _batch(example, number, size)
+
+
+def _decoded(
+    dataset: Dataset, record: Any, rng: np.random.Generator | None, data: config.Data
+) -> Batch:
+    """Return the example of a record; ValueError if it has an array named "mask"."""
+    example = dataset.decode(record, rng, data, dataset)
+    if "mask" in example:
+        raise ValueError("'mask' is the name of the rows that are no padding: rename the array")
+    return example
 
 
 @contextlib.contextmanager
@@ -509,6 +519,9 @@ def _batch(example: Callable[[int], Batch], number: int, size: int) -> Batch:
     """
     indices = range(number * size, (number + 1) * size)
     rows = list(_pool().map(example, indices))
+    shapes = [{name: np.shape(x) for name, x in row.items()} for row in rows]
+    if other := [x for x in shapes if x != shapes[0]]:
+        raise ValueError(f"examples of a batch have the shapes {shapes[0]} and {other[0]}")
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
