@@ -58,7 +58,14 @@ DASHES = ("-", "--", ":", "-.")
 
 
 def cases(**names: Iterable) -> list[Row]:
-    """Return all combinations of the values of these names, the last name fastest."""
+    """Return all combinations of the values of these names, the last name fastest.
+
+    Raises:
+        ValueError: for a name without values, as of the flag `--couplings=`.
+    """
+    names = {name: tuple(values) for name, values in names.items()}
+    if empty := [name for name, values in names.items() if not values]:
+        raise ValueError(f"{', '.join(empty)}: give at least one value")
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*names.values())]
 
 

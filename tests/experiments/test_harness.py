@@ -64,3 +64,9 @@ def test_draws_have_a_key_each():
     want = [jax.random.normal(key, (2,)) for key in jax.random.split(jax.random.key(3), 7)]
     np.testing.assert_allclose(drawn, want, rtol=1e-6)
     assert drawn.dtype == np.float64
+
+
+def test_names_without_values_are_refused():
+    """Nothing would be measured, and the table be empty."""
+    with pytest.raises(ValueError, match="coupling: give at least one value"):
+        harness.cases(graph=MEANS, coupling=())
