@@ -138,7 +138,8 @@ def assert_attention_matches(
             (b, 1, 1, s), causal cases `is_causal=True`.
         skip: families and transformations that fn does not support, names of `CASES` and
             `TRANSFORMS`.
-        feature_map: as of `reference_attention`.
+        feature_map: as of `reference_attention`. Skip "gradients" and norms for maps that may be
+            negative: their normalisers may nearly cancel, and gradients have no bound.
         tolerance: factor on the bound.
 
     Raises:
@@ -333,6 +334,7 @@ def assert_causal(
 
     Raises:
         AssertionError: with the positions and the change, or if later outputs do not change.
+        ValueError: for fewer than two tokens.
 
     Example:
         >>> attend = partial(performer_attention, is_causal=True)
@@ -341,6 +343,8 @@ def assert_causal(
     given = arrays or tuple(map(jnp.asarray, Case(t=23, s=23, h=8).arrays()))
     tokens, rest = given[:3], given[3:]
     run, length = jax.jit(fn), tokens[0].shape[axis]
+    if length < 2:
+        raise ValueError(f"axis {axis} has {length} tokens: give two or more, or another axis")
     before = np.asarray(run(*tokens, *rest), np.float64)
     largest = np.abs(before).max()
     for cut in sorted({1, 2, length // 3, length // 2, length - 1} & set(range(1, length))):

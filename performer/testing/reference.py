@@ -411,7 +411,9 @@ def _normalised(logs, signs, off, allowed, bias, value):
         out = np.where(total == 0, 0, kernel @ value / total)
         error = np.exp(off - top).sum(axis=(-1, -2))
         error = np.where(error == 0, 0, error / np.abs(total[:, 0]))
-    return out, 2 * error * np.abs(value).max(initial=0)
+    # d(N / D) = (dN - out dD) / D; an output is above the values only if terms cancel in D.
+    size, largest = np.abs(value).max(initial=0), np.abs(out).max(axis=-1, initial=0)
+    return out, error * (size + np.maximum(size, largest))
 
 
 def _heaviest(terms, allowed, key_bias, f: int) -> np.ndarray:
