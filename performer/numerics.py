@@ -103,10 +103,7 @@ def weighted(split: Split, log_weights: Float[Array, "..."] | None) -> Split:
 
 def normalised(numerator: Array, denominator: Array) -> Array:
     """Return numerator / denominator; 0 for a query without keys."""
-    denominator = jnp.where(denominator == 0, 1.0, denominator)
-    # Scaled to 1: the derivative of 1 / x has 1 / x^2, which overflows for small denominators.
-    scale = jax.lax.stop_gradient(1 / denominator)
-    return numerator * (scale / (denominator * scale))[..., None]
+    return numerator * (1 / jnp.where(denominator == 0, 1.0, denominator))[..., None]
 
 
 @jax.custom_batching.custom_vmap
