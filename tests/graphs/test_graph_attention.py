@@ -288,6 +288,19 @@ def test_links_serve_traced_walks():
     np.testing.assert_allclose(found, call(q, k, v, w, mask), rtol=1e-5, atol=1e-6)
 
 
+def test_the_product_of_a_constant_mask_is_not_folded():
+    *tokens, w = inputs()
+    mask = estimate()
+
+    def flops(function, *arguments):
+        compiled = jax.jit(function).lower(*arguments).compile()
+        return compiled.cost_analysis()["flops"]
+
+    constant = flops(lambda q: masked_attention(q, *tokens[1:], w, mask), tokens[0])
+    given = flops(lambda q, mask: masked_attention(q, *tokens[1:], w, mask), tokens[0], mask)
+    assert constant == given
+
+
 def test_batch_axes_and_narrow_dtypes():
     q, k, v, w = inputs()
     mask = estimate()
