@@ -26,7 +26,13 @@ from performer.choices import positive_lengthscale, positive_number, real_array,
 from performer.typing import Value, float32_or_wider
 
 Kernel = Literal["softmax", "gaussian"]
+KERNELS = "softmax", "gaussian"
 Split = tuple[Float[Array, "..."], Float[Array, "..."] | None]
+
+
+def _check_kernel(kernel: str | None) -> None:
+    if kernel not in (None, *KERNELS):
+        raise ValueError(unknown("kernel", kernel, KERNELS))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -57,6 +63,9 @@ class FeatureMap(Value):
         exponential: True if each feature is one of `positive`. Required by calibration, which
             samples them, and by the stabiliser "google".
 
+    Raises:
+        ValueError: for an unknown kernel.
+
     Example:
         >>> def squares(projections, half):  # (w.x)^2: never negative
         ...     return jnp.zeros_like(half), projections**2
@@ -70,6 +79,9 @@ class FeatureMap(Value):
     kernel: Kernel | None = None
     weight: float = 1.0
     exponential: bool = False
+
+    def __post_init__(self) -> None:
+        _check_kernel(self.kernel)
 
     @property
     def estimates_softmax(self) -> bool:
@@ -106,8 +118,7 @@ class FeatureMap(Value):
                 widths of `x` and `W`, for weights of another shape or below 0, or for a scale of
                 another shape or not positive and finite.
         """
-        if kernel not in (None, "softmax", "gaussian"):
-            raise ValueError(unknown("kernel", kernel, ("softmax", "gaussian")))
+        _check_kernel(kernel)
         if kernel is not None and self.kernel is None:
             raise ValueError(f"{self} has a kernel of its own, got kernel={kernel!r}: leave it out")
         projections, half = _project(real_array("x", x), W, lengthscale)

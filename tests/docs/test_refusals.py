@@ -2,6 +2,7 @@
 
 import inspect
 from functools import partial as call
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,10 @@ def of_couplings():
         (call(copula.parameters, jnp.array([[1.0, 2], [2, 1]])), "its least eigenvalue is -1"),
         (call(copula.kernel_rmse, jnp.eye(4), lengthscale=0.0), "lengthscale must be positive"),
         (call(map_of, ones(5, 6), ones(7, 6), kernel="gauss"), "unknown kernel 'gauss'"),
+        (
+            call(features.FeatureMap.__post_init__, SimpleNamespace(kernel="Gaussian")),
+            "unknown kernel 'Gaussian'",
+        ),
         (call(map_of, ones(5, 6), ones(7, 6), lengthscale=ones(5, 1)), r"of the shape \(6,\), got"),
         (call(projected, ones(5, 7), ones(5, 1), weights=ones(6)), r"shape \(7,\), got \(6,\)"),
         (call(map_of, ones(5, 6), ones(7, 6), weights=-ones(7)), "not be negative, got -1.0"),
