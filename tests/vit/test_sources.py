@@ -512,6 +512,37 @@ def test_classes_that_are_also_names_of_pictures(tmp_path):
     assert read_of(tmp_path) == [(number, str(number % 3)) for number, _ in ROWS]
 
 
+def test_numbers_of_rows_that_are_also_names_of_pictures(tmp_path):
+    """A first column without a name, as pandas writes it, is ignored; others are ambiguous."""
+    for number, _ in ROWS:
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    rows = [f"{row},{number}.png,{name}" for row, (number, name) in enumerate(ROWS[::-1])]
+    (tmp_path / "labels.csv").write_text("\n".join([",file,label", *rows]))
+    assert read_of(tmp_path) == ROWS[::-1]
+    (tmp_path / "labels.csv").write_text("\n".join(["row,file,label", *rows]))
+    with pytest.raises(ValueError, match="'row' and 'file' name different pictures in a row"):
+        forms.read(tmp_path)
+
+
+def test_a_head_that_is_also_the_name_of_a_picture(tmp_path):
+    table("file,label", "p{0}.png,{1}")(tmp_path)
+    (tmp_path / "file.png").write_bytes(picture(99))
+    assert read_of(tmp_path) == ROWS
+
+
+def test_a_lost_picture_is_not_replaced_by_one_of_another_folder(tmp_path):
+    for number, _ in ROWS:
+        for folder in ("one", "two/old")[number == 3 :]:
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / f"{number}.png").write_bytes(picture(number))
+    rows = [f"/home/one/{number}.png,{name}" for number, name in ROWS]
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    examples = list(forms.read(tmp_path).splits["train"]())
+    with pytest.raises(FileNotFoundError, match="no picture of .* has the name '/home/one/3.png'"):
+        examples.pop(3).read()
+    assert [(shade(x.read()), x.label) for x in examples] == [x for x in ROWS if x[0] != 3]
+
+
 def test_a_record_without_a_class_is_refused(tmp_path):
     records = [{"file_name": f"{i}.png", "label": name} for i, name in [*ROWS[:12], (12, None)]]
     for number in range(13):

@@ -3,8 +3,9 @@
 The column of files is the one whose words are names of pictures in the folder, with or without
 suffix. Of a path only its end counts, so that paths of another machine and of Windows are read. The
 column of classes has a usual name, is the only other one, or is named. A file without a header has
-the columns "1", "2", ... The split is that of a column `split`, of the folder of the picture, or of
-the table's name or folder. A picture that is named several times is read once.
+the columns "1", "2", ... A first column without a name, of row numbers, is ignored. The split is
+that of a column `split`, of the folder of the picture, or of the table's name or folder. A picture
+that is named several times is read once.
 """
 
 import csv
@@ -155,9 +156,28 @@ def _table(path: Path, find: Callable[[str], Path | None]) -> Table | None:
         )
     if not hits:
         return None
-    if columns[named][0]:  # no header
+    for column, others in enumerate(columns):
+        if column != named and _names_others(others, columns[named]):
+            raise ValueError(
+                f"{path}: the columns {rows[0][named]!r} and {rows[0][column]!r} name different"
+                " pictures in a row (a number may be the name of a picture): remove one"
+            )
+    has_suffix = [is_picture(Path(row[named])) for row in rows]
+    is_header = not columns[named][0] or (any(has_suffix) and not has_suffix[0])
+    if not is_header:
         return Table(path, [str(i + 1) for i in range(len(columns))], rows, named, columns[named])
     return Table(path, rows[0], rows[1:], named, columns[named][1:])
+
+
+def _names_others(column: Sequence[Path | None], named: Sequence[Path | None]) -> bool:
+    """Detect a column that also names a picture in most rows, each once, but not those of `named`.
+
+    Numbers of rows, for example. Numbers of classes name the same picture in several rows.
+    """
+    there = [path for path in column if path]
+    differ = any(a and b and a != b for a, b in zip(column, named, strict=True))
+    many = 2 * len(there) >= len(column) - 1 and len(there) > 1
+    return differ and many and len(there) == len({*there})
 
 
 def _rows(path: Path) -> Rows:
@@ -184,6 +204,8 @@ def _rows(path: Path) -> Rows:
             raise ValueError(
                 f"{path}: row {number} has {len(row)} fields, the first {len(rows[0])}"
             )
+    if rows and not rows[0][0]:  # the numbers of the rows, as pandas writes them
+        rows = [row[1:] for row in rows]
     return rows if rows and rows[0][1:] else []
 
 
@@ -197,20 +219,27 @@ def _of_records(records: Sequence[dict]) -> Rows:
 def _finder(folder: Path) -> Callable[[str], Path | None]:
     """Return a function: name of a picture in the folder or below -> its path; None for none.
 
-    Of several pictures with the same name it is the one with most of the given folders.
+    Of several pictures with the same name it is the one with most of the given folders. It is in
+    those given folders that exist here: a lost picture is not replaced by one of another folder.
     """
 
     @cache
-    def index() -> dict[str, list[Path]]:
+    def index() -> tuple[dict[str, list[Path]], set[str]]:
         by_name: dict[str, list[Path]] = defaultdict(list)
         for path in pictures(folder):
             for name in {path.name, path.stem}:
                 by_name[name].append(path)
-        return by_name
+        return by_name, {name for path in pictures(folder) for name in folders_of(path)}
+
+    def folders_of(path: Path) -> tuple[str, ...]:
+        return path.relative_to(folder).parts[:-1]
 
     def find(word: str) -> Path | None:
         parts = PurePosixPath(word.replace("\\", "/")).parts[::-1]
-        candidates = index().get(parts[0], []) if parts else []
+        by_name, names = index()
+        given = names.intersection(parts[1:])
+        candidates = by_name.get(parts[0], []) if parts else []
+        candidates = [path for path in candidates if given <= {*folders_of(path)}]
         for depth, part in enumerate(parts[1:], 2):
             if len(candidates) < 2:
                 break
