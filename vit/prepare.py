@@ -150,7 +150,7 @@ def prepare(
                 builder.download_and_prepare(download_dir=downloads, download_config=parted)
             except RuntimeError as error:  # array_record's, as on a full disk
                 raise OSError(f"{target} cannot be written: {error}") from error
-    print("\n".join(folders.account(source, opened)))
+    print("\n".join(folders.account(source, opened, {*skipped})))
     counts = {split: info.num_examples for split, info in builder.info.splits.items()}
     few = counts.get("validation", counts.get("test", FEW))
     if few < FEW:

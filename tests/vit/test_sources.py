@@ -571,6 +571,7 @@ def test_every_file_is_accounted_for(tmp_path, capsys):
     (source / "cat" / "._0.png").write_bytes(b"")
     (source / "cat" / "scan").write_bytes(picture(8))
     (source / "cat" / "notes").write_text("none")
+    (source / "dog" / "scan.tif").write_bytes(b"II*")
     (source / "means.csv").write_text("a,b\n1,2\n")
     prepare(source, tmp_path / "out")
     printed = capsys.readouterr().out.splitlines()
@@ -581,6 +582,7 @@ def test_every_file_is_accounted_for(tmp_path, capsys):
         "ignored: 1 .png, not in a class folder or not named by the table (7.png)",
         "ignored: 1 without suffix, a picture without suffix: rename it (cat/scan)",
         "ignored: 1 without suffix, no picture (cat/notes)",
+        "skipped: 1 .tif, unreadable",
     ]
 
 

@@ -7,7 +7,7 @@ no class folders is a class.
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -104,8 +104,14 @@ def _examples(by_class: dict[str, list[Path]]) -> Iterator[Example]:
             yield Example(str(path), partial(content, path), name)
 
 
-def account(folder: Path, source: Source) -> list[str]:
-    """Return lines on the files of a folder: those that are read, the others with the reason."""
+def account(folder: Path, source: Source, skipped: Collection[str] = ()) -> list[str]:
+    """Return lines on the files of a folder: those that are read, the others with the reason.
+
+    Args:
+        folder: folder of the source.
+        source: its examples.
+        skipped: names of the files that could not be read.
+    """
     used = {*map(os.path.abspath, source.files)}
     ignored: Counter[tuple[str, str]] = Counter()
     first: dict[tuple[str, str], str] = {}
@@ -116,9 +122,12 @@ def account(folder: Path, source: Source) -> list[str]:
                 kind = path.suffix.lower() or "without suffix", _reason(path, folder)
                 ignored[kind] += 1
                 first.setdefault(kind, str(path.relative_to(folder)))
-    counts = Counter(path.suffix.lower() or "without suffix" for path in source.files)
+    counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+    for path in source.files:
+        counts[str(path) in skipped][path.suffix.lower() or "without suffix"] += 1
     known = [*source.class_names[:SHOWN], *["..."] * (len(source.class_names) > SHOWN)]
-    lines = [f"read: {_listed(counts)}; {len(source.class_names)} classes: {', '.join(known)}"]
+    lines = [f"read: {_listed(counts[False])}; {len(source.class_names)} classes: {', '.join(known)}"]
+    lines += [f"skipped: {_listed(counts[True])}, unreadable"] * bool(counts[True])
     for (suffix, reason), number in sorted(ignored.items(), key=lambda item: -item[1]):
         lines.append(f"ignored: {number} {suffix}, {reason} ({first[suffix, reason]})")
     return lines
