@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from flax import nnx
 
 from vit import config as configs
 from vit import data, use
@@ -87,10 +86,11 @@ def evaluate_on(
         ValueError: as `vit.use.load` and `vit.data.load`; or when the data have a class that the
             run does not have.
     """
-    trained = use.load(workdir, step)
     alone = {"fsdp": 1, "seq": 1, "optim.accumulate": 1}
-    config = configs.with_values(trained.config, alone | dict(fields))
+    config = configs.with_values(configs.of_run(workdir), alone | dict(fields))
     configs.check_fields(config)
+    mesh = devices.mesh(config)
+    trained = use.load(workdir, step, sharding=devices.everywhere(mesh))
     opened: dict[str, Any] = {"data.batch_size": 1}  # a training split of any length will do
     if fields.get("data.name") == "digits":  # which has no folder, and one training split
         opened |= {"data.train_split": "train", "data.dir": ""}
@@ -104,9 +104,6 @@ def evaluate_on(
     dataset = dataset._replace(channels=trained.channels)
     dataset = data.with_classes(dataset, trained.class_names)
     task = classification.task(dataset.num_classes, dataset.channels, config.optim.loss)
-    mesh = devices.mesh(config)
-    state = nnx.state(trained.model)
-    nnx.update(trained.model, jax.device_put(state, devices.everywhere(mesh)))
     batches = runs.eval_batches(dataset, config, mesh)
     record = evaluate_model(task, trained.model, batches)
     return {"step": trained.step, **record}

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageOps
 
@@ -150,13 +150,19 @@ class Trained:
             raise ValueError(f"{name} cannot be read as an image: {error}") from error
 
 
-def load(workdir: str | os.PathLike, step: int | str | None = None) -> Trained:
+def load(
+    workdir: str | os.PathLike,
+    step: int | str | None = None,
+    *,
+    sharding: Sharding | None = None,
+) -> Trained:
     """Load the model of a run, as it is evaluated.
 
     Args:
         workdir: folder of the run.
         step: step of the checkpoint, or "best" for the best evaluation; None for the newest
             readable checkpoint.
+        sharding: placement of the arrays; None for the first device of this process.
 
     Raises:
         ValueError: when the folder holds no run, a run of another task than image classification,
@@ -171,8 +177,10 @@ def load(workdir: str | os.PathLike, step: int | str | None = None) -> Trained:
     class_names, channels = tuple(described["class_names"]), described["channels"]
     task = classification.task(len(class_names), channels, config.optim.loss)
     graph, arrays = steps.shapes(config, task)
-    here = SingleDeviceSharding(jax.local_devices()[0])
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arrays)
+    place = sharding or SingleDeviceSharding(jax.local_devices()[0])
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays
+    )
     number, state = checkpoint.restore(workdir, abstract, step)
     model = steps.evaluated_model(graph, state)
     return Trained(workdir, config, number, class_names, channels, model)

@@ -34,6 +34,7 @@ except ValueError as error:
 try:
     train.train(settings, folder / "run")
 except SystemExit as stopped:
+    print(json.dumps(evaluate.evaluate_on(folder / "run", {})))
     print(json.dumps(evaluate.evaluate_run(folder / "run")), flush=True)
     sys.exit(stopped.code)
 """
@@ -82,6 +83,8 @@ def test_both_name_another_flag_and_evaluate_alike(outputs, monkeypatch):
     one, other = (json.loads(output.splitlines()[-1]) for output in printed)
     assert one == other
     assert one == pytest.approx(evaluate.evaluate_run(workdir), rel=1e-5)
+    for output in printed:  # on other data
+        assert json.loads(output.splitlines()[-2]) == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.thorough
