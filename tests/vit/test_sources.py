@@ -222,6 +222,10 @@ FORMS = {
     "jfif": (partial(write_deeper, suffix=".jfif"), FOLDERS),
     "npz": (partial(write_npz, images=images(), labels=NUMBERS, class_names=TEXT), WHOLE),
     "npz of text": (partial(write_npz, x=images(channels=(3,)), y=TEXT[NUMBERS]), WHOLE),
+    "npz and others": (
+        partial(write_npz, x=images(), y=TEXT[NUMBERS], image_ids=NUMBERS, label_names=TEXT),
+        WHOLE,
+    ),
     "npz of splits": (partial(write_npz, class_names=TEXT, **SPLIT), NAMED),
     "idx": (write_idx, NUMBERED),
     "idx.gz": (partial(write_idx, compress=True), NUMBERED),
@@ -412,6 +416,8 @@ DAMAGED = [
     ),
     (npz(labels=NUMBERS), member("images", b"text"), r"images is \|S4\[\]: images are uint8"),
     (npz(images=images()), None, r"images and labels.*it holds .*images uint8\[17, 5, 6\]"),
+    (npz(x=images(), x_more=images(), y=NUMBERS), None, "holds x and x_more for the split 'train'"),
+    (npz(x=images(), y=NUMBERS, y_old=NUMBERS), None, "holds y and y_old for the split 'train'"),
     (npz(images=images(channels=(2,)), labels=NUMBERS), None, r"height, width\[, 1 or 3\]"),
     (npz(images=images(), labels=np.array([Evil()] * 17)), None, "allow_pickle=False"),
     (npz(images=images(), labels=NUMBERS), cut("pictures.npz", 100), "pictures.npz cannot be read"),
@@ -541,6 +547,31 @@ def test_a_lost_picture_is_not_replaced_by_one_of_another_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="no picture of .* has the name '/home/one/3.png'"):
         examples.pop(3).read()
     assert [(shade(x.read()), x.label) for x in examples] == [x for x in ROWS if x[0] != 3]
+
+
+def test_pictures_that_are_lost_or_in_no_folder_do_not_change_the_split_of_others(tmp_path):
+    parted("file,label", "{2}/p{0}.png,{1}")(tmp_path)
+    (tmp_path / "train" / "p3.png").unlink()
+    (tmp_path / "train" / "p4.png").rename(tmp_path / "p4.png")
+    assert read_of(tmp_path, "test") == ROWS[14:]
+
+
+def test_numbers_of_a_column_of_splits_have_no_meaning(tmp_path):
+    """Except in `is_train`: 0 is training in some data sets."""
+    parted("file,label,partition", "p{0}.png,{1},{3}", folder="all")(tmp_path)
+    with pytest.raises(ValueError, match="'partition' has '1': the splits are train, validation"):
+        forms.read(tmp_path)
+
+
+def test_other_names_of_validation(tmp_path):
+    for name in ("dev", "eval"):
+        (tmp_path / name / "all").mkdir(parents=True)
+        for number, _ in ROWS:
+            (tmp_path / name / "all" / f"{number}.png").write_bytes(picture(number))
+        for split, rows in (("train", ROWS[:14]), (name, ROWS[14:])):
+            lines = [f"{number}.png,{label}" for number, label in rows]
+            (tmp_path / name / f"{split}.csv").write_text("\n".join(["file,label", *lines]))
+        assert read_of(tmp_path / name, "validation") == ROWS[14:]
 
 
 def test_a_record_without_a_class_is_refused(tmp_path):

@@ -10,7 +10,7 @@ import gzip
 import io
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +108,9 @@ def read_npz(source: Path, _: str = "") -> Source | None:
             arrays = {k: np.asarray(x) for k, x in file.items()}  # bytes for what is no array
             arrays = {k: x[:, 0] if x.shape[1:] == (1,) else x for k, x in arrays.items()}
         names = [str(name) for name in np.atleast_1d(arrays.pop("class_names", []))]
-        images, labels = (_by_split(path, arrays, words) for words in (IMAGES, LABELS))
+        images = _by_split(path, arrays, IMAGES)
+        shapes = {split: arrays[key].shape[:1] for split, key in images.items()}
+        labels = _by_split(path, arrays, LABELS, shapes)
         if not images or images.keys() != labels.keys():
             there = ", ".join(f"{key} {x.dtype}{list(x.shape)}" for key, x in arrays.items())
             raise ValueError(
@@ -121,10 +123,40 @@ def read_npz(source: Path, _: str = "") -> Source | None:
     return _source(source, by_file, paths)
 
 
-def _by_split(path: Path, arrays: Iterable[str], words: set[str]) -> dict[str, str]:
-    """Return the names of arrays with one of these words, by the split in their or the file's."""
-    keys = [key for key in arrays if words & set(key.lower().split("_"))]
-    return {split_of(key, split_of(path.stem)): key for key in keys}
+def _by_split(
+    path: Path,
+    arrays: Mapping[str, np.ndarray],
+    words: set[str],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, str]:
+    """Return the names of arrays with one of these words, by the split in their or the file's.
+
+    Args:
+        path: the file.
+        arrays: its arrays.
+        words: words of the names.
+        shapes: shape that an array of the split should have; None for three axes or more.
+
+    Raises:
+        ValueError: if several arrays of a split have such a name and fit.
+    """
+    keys: dict[str, list[str]] = {}
+    for key in arrays:
+        if words & set(key.lower().split("_")):
+            keys.setdefault(split_of(key, split_of(path.stem)), []).append(key)
+    for split, there in keys.items():
+        fitting = [
+            key
+            for key in there
+            if (arrays[key].ndim > 2 if shapes is None else arrays[key].shape == shapes.get(split))
+        ]
+        if len(fitting) > 1:
+            raise ValueError(
+                f"{path} holds {' and '.join(fitting)} for the split {split!r}: rename or remove"
+                " all but one"
+            )
+        keys[split] = fitting or there
+    return {split: there[0] for split, there in keys.items()}
 
 
 def _source(

@@ -126,7 +126,8 @@ def account(folder: Path, source: Source, skipped: Collection[str] = ()) -> list
     for path in source.files:
         counts[str(path) in skipped][path.suffix.lower() or "without suffix"] += 1
     known = [*source.class_names[:SHOWN], *["..."] * (len(source.class_names) > SHOWN)]
-    lines = [f"read: {_listed(counts[False])}; {len(source.class_names)} classes: {', '.join(known)}"]
+    named = f"{len(source.class_names)} classes: {', '.join(known)}"
+    lines = [f"read: {_listed(counts[False])}; {named}"]
     lines += [f"skipped: {_listed(counts[True])}, unreadable"] * bool(counts[True])
     for (suffix, reason), number in sorted(ignored.items(), key=lambda item: -item[1]):
         lines.append(f"ignored: {number} {suffix}, {reason} ({first[suffix, reason]})")

@@ -19,6 +19,8 @@ SPLITS = {
     "val": "validation",
     "valid": "validation",
     "validation": "validation",
+    "dev": "validation",
+    "eval": "validation",
     "test": "test",
     "testing": "test",
 }

@@ -33,8 +33,8 @@ from vit.run import files
 
 SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
 SPLIT_COLUMNS = ("split", "subset", "set", "is_train", "partition")
-WORDS = SPLITS | {"dev": "validation", "1": "train", "0": "test", "true": "train", "false": "test"}
-"""Split of a word in such a column."""
+IS_TRAIN = {"1": "train", "0": "test", "true": "train", "false": "test"}
+"""Split of a word in the column `is_train`; in another one 0 may be training."""
 
 Rows = list[list[str]]
 
@@ -107,16 +107,17 @@ def _examples(
             f"{path}: are the classes those of the column {columns[label]!r}, or the folders of the"
             f" pictures? Give --labels_column={columns[label]}, or remove the table"
         )
-    by_folder = all(top.lower() in SPLITS for top in tops)
+    of_folder = SPLITS if len(class_folders) < 2 else {}
     for row, picture, top in zip(rows, table.pictures, tops, strict=True):
-        part = split or (SPLITS[top.lower()] if by_folder else split_of(path.stem))
+        part = split or of_folder.get(top.lower()) or split_of(path.stem)
         for column in by_word:
-            if (word := row[column].lower()) not in WORDS:
+            words = SPLITS | IS_TRAIN if columns[column].lower() == "is_train" else SPLITS
+            if (word := row[column].lower()) not in words:
                 raise ValueError(
                     f"{path}: the column {columns[column]!r} has {row[column]!r}: the splits are"
                     " train, validation and test; rename its words, or the column"
                 )
-            part = WORDS[word]
+            part = words[word]
         word = row[table.named]
         name = str(picture or f"{word}, named by {path}")
         read = partial(content, picture) if picture else partial(_missing, word, folder)
