@@ -153,6 +153,12 @@ def write_parts(folder, **options):
         write_parquet(folder / "data" / f"{name}.parquet", ROWS[part], **options)
 
 
+def write_coded(folder, classes):
+    """A parquet file with a code for each picture, and these classes."""
+    rows = [(number, f"code{number % 5}") for number, _ in ROWS]
+    write_parquet(folder / "x.parquet", rows, label="code", **{"class": classes})
+
+
 def tar(path, files, mode="w"):
     with tarfile.open(path, mode) as archive:
         for name, content in files.items():
@@ -231,6 +237,10 @@ FORMS = {
     "idx.gz": (partial(write_idx, compress=True), NUMBERED),
     "parquet": (partial(write_parts, names=list(CLASSES)), HELD),
     "parquet of text": (partial(write_parts, struct=False), HELD),
+    "parquet of categories": (
+        lambda folder: write_coded(folder, pyarrow.array(TEXT[NUMBERS]).dictionary_encode()),
+        WHOLE,
+    ),
     "ilsvrc2012": (write_ilsvrc2012, ILSVRC),
 }
 
@@ -423,6 +433,7 @@ DAMAGED = [
     (npz(images=images(), labels=NUMBERS), cut("pictures.npz", 100), "pictures.npz cannot be read"),
     (parquet(label="a", b=["x"] * 17), None, "which column holds the classes.*there are a, b"),
     (parquet(names=["cat", "dog"]), None, "'label' has 2, but the classes are 0 to 1"),
+    (lambda folder: write_coded(folder, [0.5] * 17), None, "'class' has double: make it text or"),
     (parquet(), cut("x.parquet", 100), "x.parquet cannot be read as a parquet file"),
 ]
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from vit.data.classes import in_order
 from vit.data.sources.source import (
+    LABELS,
     Example,
     Labels,
     Source,
@@ -88,22 +89,32 @@ def _columns(path: Path, named: str) -> tuple[str, str, list[str]]:
 
     The metadata "huggingface" has them: {"info": {"features": {"label": {"names": [...]}}}}.
     """
-    from pyarrow import types
-
     with _opened(path) as file:
         schema = file.schema_arrow
     images = [field.name for field in schema if _is_bytes(field.type)]
     if len(images) != 1:
         shown = ", ".join(f"{field.name} {field.type}" for field in schema)
         raise ValueError(f"{path}: one column must hold encoded pictures; there are {shown}")
-    kinds = (types.is_integer, types.is_string, types.is_large_string)
-    labels = [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
-    label = column_of_labels(path, labels, named)
+    fit = [field.name for field in schema if _is_label(field.type)]
+    usual = [name for name in schema.names if name.lower() in LABELS and name not in images]
+    label = column_of_labels(path, list(dict.fromkeys([*fit, *usual])), named)
+    if label not in fit:
+        kind = schema.field(label).type
+        raise ValueError(f"{path}: the column {label!r} has {kind}: make it text or integers")
     try:
         features = files.parsed(schema.metadata[b"huggingface"])["info"]["features"]
         return images[0], label, [str(name) for name in features[label]["names"]]
     except (KeyError, TypeError, ValueError):
         return images[0], label, []
+
+
+def _is_label(kind: Any) -> bool:
+    """Detect text and integers, also as entries of a dictionary (categories of pandas)."""
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    kinds = (types.is_integer, types.is_string, types.is_large_string)
+    return any(is_kind(kind) for is_kind in kinds)
 
 
 def _is_bytes(kind: Any) -> bool:
