@@ -530,7 +530,10 @@ def test_classes_that_are_also_names_of_pictures(tmp_path):
 
 
 def test_numbers_of_rows_that_are_also_names_of_pictures(tmp_path):
-    """A first column without a name, as pandas writes it, is ignored; others are ambiguous."""
+    """A first column without a name, as pandas writes it, is ignored; others are ambiguous.
+
+    It has the names if no other column has.
+    """
     for number, _ in ROWS:
         (tmp_path / f"{number}.png").write_bytes(picture(number))
     rows = [f"{row},{number}.png,{name}" for row, (number, name) in enumerate(ROWS[::-1])]
@@ -539,6 +542,13 @@ def test_numbers_of_rows_that_are_also_names_of_pictures(tmp_path):
     (tmp_path / "labels.csv").write_text("\n".join(["row,file,label", *rows]))
     with pytest.raises(ValueError, match="'row' and 'file' name different pictures in a row"):
         forms.read(tmp_path)
+    again = ["18,3.png,cat", "19,3.png,cat"]
+    (tmp_path / "labels.csv").write_text("\n".join(["row,file,label", *rows[:14], *again]))
+    with pytest.raises(ValueError, match="'row' and 'file' name different pictures in a row"):
+        forms.read(tmp_path)
+    rows = [f"{number},{NUMBERS[number]}" for number, _ in ROWS[::-1]]
+    (tmp_path / "labels.csv").write_text("\n".join([",label", *rows]))
+    assert read_of(tmp_path) == [(n, str(NUMBERS[n])) for n, _ in ROWS[::-1]]
 
 
 def test_a_head_that_is_also_the_name_of_a_picture(tmp_path):

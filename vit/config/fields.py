@@ -338,8 +338,8 @@ class Config:
     seed: int = _count(0, "Seed of parameters, frequencies, data order, augmentation and dropout.")
     num_epochs: float = _field(
         10.0,
-        """Passes over the training split, each of as many steps as it has whole batches; need not be
-        an integer.""",
+        """Passes over the training split, each of as many steps as it has whole batches; need not
+        be an integer.""",
         "a number above 0 and at most 1e+06",
         holds=lambda epochs: 0 < epochs <= 1e6,
     )

@@ -144,6 +144,10 @@ def _table(path: Path, find: Callable[[str], Path | None]) -> Table | None:
     if not rows:
         return None
     columns = [[find(row[column]) for row in rows] for column in range(len(rows[0]))]
+    words = zip(*rows, strict=True)
+    certain = [_names_pictures(*each) for each in zip(columns, words, strict=True)]
+    if not rows[0][0] and any(certain[1:]):  # row numbers, as pandas writes them
+        rows, columns, certain = [row[1:] for row in rows], columns[1:], certain[1:]
     # Classes that are numbers may also be names of pictures, but of few.
     named = max(range(len(columns)), key=lambda column: len({*columns[column]} - {None}))
     hits = sum(map(bool, columns[named]))
@@ -158,7 +162,8 @@ def _table(path: Path, find: Callable[[str], Path | None]) -> Table | None:
     if not hits:
         return None
     for column, others in enumerate(columns):
-        if column != named and _names_others(others, columns[named]):
+        pairs = zip(others, columns[named], strict=True)
+        if certain[column] and any(a and b and a != b for a, b in pairs):
             raise ValueError(
                 f"{path}: the columns {rows[0][named]!r} and {rows[0][column]!r} name different"
                 " pictures in a row (a number may be the name of a picture): remove one"
@@ -170,15 +175,15 @@ def _table(path: Path, find: Callable[[str], Path | None]) -> Table | None:
     return Table(path, rows[0], rows[1:], named, columns[named][1:])
 
 
-def _names_others(column: Sequence[Path | None], named: Sequence[Path | None]) -> bool:
-    """Detect a column that also names a picture in most rows, each once, but not those of `named`.
+def _names_pictures(pictures: Sequence[Path | None], words: Sequence[str]) -> bool:
+    """Detect a column that names a picture in most rows, by names with a suffix, or each once.
 
-    Numbers of rows, for example. Numbers of classes name the same picture in several rows.
+    Numbers of classes name the same pictures again and again, without a suffix.
     """
-    there = [path for path in column if path]
-    differ = any(a and b and a != b for a, b in zip(column, named, strict=True))
-    many = 2 * len(there) >= len(column) - 1 and len(there) > 1
-    return differ and many and len(there) == len({*there})
+    there = [picture for picture in pictures if picture]
+    is_most = 2 * len(there) >= len(words) - 1 and len(there) > 1
+    has_suffix = 2 * sum(is_picture(Path(word)) for word in words) >= len(words)
+    return is_most and (has_suffix or len(there) == len({*there}))
 
 
 def _rows(path: Path) -> Rows:
@@ -205,8 +210,6 @@ def _rows(path: Path) -> Rows:
             raise ValueError(
                 f"{path}: row {number} has {len(row)} fields, the first {len(rows[0])}"
             )
-    if rows and not rows[0][0]:  # the numbers of the rows, as pandas writes them
-        rows = [row[1:] for row in rows]
     return rows if rows and rows[0][1:] else []
 
 
