@@ -230,10 +230,12 @@ def _finder(folder: Path) -> Callable[[str], Path | None]:
     @cache
     def index() -> tuple[dict[str, list[Path]], set[str]]:
         by_name: dict[str, list[Path]] = defaultdict(list)
+        names: set[str] = set()
         for path in pictures(folder):
+            names |= {*folders_of(path)}
             for name in {path.name, path.stem}:
                 by_name[name].append(path)
-        return by_name, {name for path in pictures(folder) for name in folders_of(path)}
+        return by_name, names
 
     def folders_of(path: Path) -> tuple[str, ...]:
         return path.relative_to(folder).parts[:-1]
