@@ -121,7 +121,8 @@ def linearize(
             numbers, down to an eighth of the features, that meet it, and stays exact if none do.
         where: name -> whether that place is replaced. Names follow the report: "model.py:57",
             and "model.py:57 #1" for the second place of a line.
-        measured: result of `measure` on the same batches, to try several options.
+        measured: result of `measure` on the same batches, to try several options. Only `measure`
+            takes a `where` then.
         seed: of the frequencies.
         show: is called with a line of progress for each refined layer; None prints it to a
             terminal.
@@ -139,8 +140,8 @@ def linearize(
 
     Raises:
         ValueError: if no attention can be replaced, with the reason for each place; for batches
-            that cannot be read again, numbers below 0, or an unknown coupling or calibration. The
-            new function raises it for arguments with which attention is computed differently, for
+            that cannot be read again, numbers below 0, an unknown coupling or calibration, or
+            `where` with `measured`. The new function raises it for arguments with which attention is computed differently, for
             example with dropout. A mask or bias of another kind makes its output NaN.
 
     Example:
@@ -159,6 +160,7 @@ def linearize(
     given: Any = dict(coupling=coupling, num_features=num_features, calibration=calibration)
     given |= dict(refine_steps=refine_steps, keep=keep, tolerance=tolerance, seed=seed, show=show)
     options = Options.of(batches, **given, **exact)
+    require_one(measured, where)
     measured = measured or measure(function, batches, where=where)
     layers, places = measured.layers, measured.places
     new, report = replacements(measured, partial(examples, function, batches), options)
@@ -212,6 +214,14 @@ def measure(
     measured = Measured(layers, left, observed.places, arguments, outputs)
     warn(measured)
     return measured
+
+
+def require_one(measured: Measured | None, where: Callable[[str], bool] | None) -> None:
+    """Raise ValueError for a choice of places that comes after they were measured."""
+    if measured is not None and where is not None:
+        raise ValueError(
+            "where chooses the places that are measured: pass it to measure, not with measured="
+        )
 
 
 def _stacked(lengths: tuple[int, ...], *layers: Replacement) -> Replacement:

@@ -275,7 +275,13 @@ class Layout:
     def pairs(self, x: Array) -> Array:
         """(b, n, t, s) of scores as they enter the softmax."""
         have = [atom for axis in self.goal for atom in axis]
-        x = x.reshape([self.sizes[atom] for atom in have])
+        return self._pairs(x.reshape([self.sizes[atom] for atom in have]), have)
+
+    def products(self, x: Array) -> Array:
+        """(b, n, t, s) of q k^T as the program has it."""
+        return self._pairs(x, list(self.sizes))
+
+    def _pairs(self, x: Array, have: list) -> Array:
         heads = [*self.heads, *self.groups]
         return self._arranged(x, have, self.batch, heads, [self.time], [self.keys])
 

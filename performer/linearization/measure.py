@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from performer.calibration import pair_moments
@@ -33,6 +34,8 @@ TOLERANCE = {"float32": 1e-3, "float64": 1e-6}
 """Largest error of what was read out, relative to the largest output; 0.05 for narrower types."""
 SECOND = " (second reason)"
 """End of the name of a line that has two reasons to stay exact."""
+NO_SLOPE = 1e-6
+"""Slopes of ALiBi up to this number count as 0."""
 EXAMPLES = 8
 """Examples held out, and as many of the others, whose queries and keys are kept."""
 
@@ -130,6 +133,7 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
         )  # a derivative, for example of a checkpoint, computes them again
     records = [steps_of(observed, number)[step] for number, step in calls]
     record = reduce(together, records)
+    slopes = record["slopes"] / record["batches"]
     if not np.isfinite(record["moments"]).all():
         raise ValueError(
             f"{path}: queries or keys are not finite: is there a NaN in the batches or parameters?"
@@ -138,7 +142,7 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
         "its scores are not scale q.k + bias: is there a soft cap, or a scale that differs between"
         " queries?": record["affine"],
         "its masks differ between heads (the last batch axis of the scores)": record["same heads"],
-        "a bias that is no mask": record["alibi"],
+        "a bias that is no mask": record["alibi"] & np.all(slopes > -NO_SLOPE),
         "softmax(scale q.k + bias) v is not what it computes: is there dropout, a division after"
         " the product with v, or a 0 for queries without keys?": record["exact"],
         "its masks are neither of keys, nor causal, nor of packed sequences": record["kinds"].any(),
@@ -150,7 +154,6 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
     held_out, fitted = (Sample(**record[name]) for name in ("held out", "fitted"))
     if "segments" not in kind:
         held_out, fitted = (x._replace(segments=None) for x in (held_out, fitted))
-    slopes = record["slopes"] / record["batches"]
     return Layer(
         path=path,
         moments=jnp.asarray(record["moments"] / record["count"]),
@@ -158,7 +161,7 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
         fitted=jax.tree.map(jnp.asarray, fitted),
         kind=kind,
         scale=jnp.asarray(record["scale"]),
-        slopes=jnp.asarray(slopes) if np.any(np.abs(slopes) > 1e-6) else None,
+        slopes=jnp.asarray(np.maximum(slopes, 0)) if np.any(slopes > NO_SLOPE) else None,
         masked=any(observed.places[i].place.masked for i, _ in calls),
         padded=not record["all keys"],
         calls=tuple(calls),
@@ -176,7 +179,14 @@ def examples(
     batches: Iterable[Any],
     layer: Layer,
 ) -> Sample:
-    """Queries and keys of one layer in all batches, at all its calls, but for those held out."""
+    """Queries and keys of one layer in all batches, at all its calls, but for those held out.
+
+    Sequences of other lengths than those held out are left out.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    lengths = [x.shape[1:] for x in (layer.held_out.query, layer.held_out.key)]
     numbers, samples = {number for number, _ in layer.calls}, []
     for program, records in _observations(
         function, batches, lambda place: place.number in numbers, whole=True
@@ -185,7 +195,13 @@ def examples(
         calls = (
             jax.tree.map(lambda x, i=step: x[i], records[number]) for number, step in layer.calls
         )
-        samples += [Sample(**each["sample"]) for each in calls]
+        each_call = (Sample(**each["sample"]) for each in calls)
+        samples += [x for x in each_call if [x.query.shape[1:], x.key.shape[1:]] == lengths]
+    if not samples:
+        raise ValueError(
+            "refine_steps reads the batches again, and there are none of the length that was"
+            " measured: pass a list of them, also with measured="
+        )
     if layer.held_out.segments is None:
         samples = [sample._replace(segments=None) for sample in samples]
     return jax.tree.map(lambda *x: jnp.asarray(np.concatenate(x)), *samples)
@@ -287,17 +303,14 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     groups = n // k
     query = sample.query.reshape(len(bias), t, k, groups, h)
     logits = jnp.einsum("btkgh,bskh->bkgts", query, sample.key, precision="highest") / h**0.5
-    weights = jax.nn.softmax(logits.reshape(bias.shape) + bias)
-    weights = weights.reshape(len(bias), k, groups, t, s)
-    exact = jnp.einsum(
-        "bkgts,bskv->btkgv", weights, value.astype(weights.dtype), precision="highest"
-    )
-    exact = place.layout.back(exact.reshape(len(bias), t, n, -1)).astype(weights.dtype)
-    got = output.astype(weights.dtype)
-    both = jnp.isnan(exact) & jnp.isnan(got)
-    apart = jnp.max(jnp.where(both, 0, jnp.abs(exact - got)), initial=0)
-    largest = jnp.max(jnp.where(jnp.isnan(got), 0, jnp.abs(got)), initial=1e-30)
-    tolerance = max(TOLERANCE.get(x, 0.05) for x in place.dtypes)
+    logits = logits.reshape(bias.shape) + bias
+    # Random scores also: in a batch of small ones any weights are nearly uniform.
+    shape = values.program.ops[place.scores].equation.outvars[0].aval.shape
+    normal = jax.random.normal(jax.random.key(0), shape, scale.dtype)
+    fill = _fill(values, place, scale, 2 / FILL * normal)
+    others = jnp.nan_to_num(scale)[..., None, None] * place.layout.products(fill) + bias
+    exact = _is_softmax(place, logits, value, output)
+    exact &= _is_softmax(place, others, value, values.output(place, fill))
     allowed = bias > MASKED
     head_scales = jnp.nanmax(scale, axis=0)
     bends = [_bend(values, place, bias, scale, x) for x in (1, -1, 8)]
@@ -318,7 +331,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
         "affine": affine & (jnp.max(jnp.stack(bends)) <= 0.01 * jnp.nanmax(jnp.abs(head_scales))),
         "same heads": jnp.all(allowed == visible[:, None]),
         "alibi": alibi,
-        "exact": (apart <= tolerance * largest) & (one_scale | jnp.array(place.scaled)),
+        "exact": exact & (one_scale | jnp.array(place.scaled)),
         "all keys": jnp.all(sample.keys),
         "kinds": jnp.stack([fits(visible, kind) for kind in KINDS]),
         "held out": {name: x[:few] for name, x in held_out._asdict().items()},
@@ -331,13 +344,32 @@ def _bend(values: Values, place: Place, bias: Array, scale: Array, times: float)
 
     A soft cap bends such scores.
     """
-    dtype = values.program.ops[place.scores].equation.outvars[0].aval.dtype
-    largest = jnp.finfo(dtype).max.astype(bias.dtype) / 16
-    fill = times * FILL / jnp.maximum(jnp.nanmax(jnp.abs(scale)), 1e-9)
-    fill = jnp.clip(fill, -largest, largest)
+    fill = _fill(values, place, scale, times)
     slope = (values.scores(place, fill).astype(bias.dtype) - bias) / fill
     apart = jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None])
     return jnp.max(jnp.where(bias > MASKED, apart, 0))
+
+
+def _fill(values: Values, place: Place, scale: Array, times: ArrayLike) -> Array:
+    """Return q.k that are 64 `times` after the largest scale, in the range of their dtype."""
+    dtype = values.program.ops[place.scores].equation.outvars[0].aval.dtype
+    largest = jnp.finfo(dtype).max.astype(scale.dtype) / 16
+    fill = times * FILL / jnp.maximum(jnp.nanmax(jnp.abs(scale)), 1e-9)
+    return jnp.clip(fill, -largest, largest)
+
+
+def _is_softmax(place: Place, scores: Array, value: Array, output: Array) -> Bool[Array, ""]:
+    """True if the output is softmax of the scores (b, n, t, s) times the values (b, s, k, v)."""
+    b, n, t, s = scores.shape
+    weights = jax.nn.softmax(scores).reshape(b, value.shape[2], -1, t, s)
+    value = value.astype(weights.dtype)
+    exact = jnp.einsum("bkgts,bskv->btkgv", weights, value, precision="highest")
+    exact = place.layout.back(exact.reshape(b, t, n, -1)).astype(weights.dtype)
+    output = output.astype(weights.dtype)
+    both = jnp.isnan(exact) & jnp.isnan(output)
+    apart = jnp.max(jnp.where(both, 0, jnp.abs(exact - output)), initial=0)
+    largest = jnp.max(jnp.where(jnp.isnan(output), 0, jnp.abs(output)), initial=1e-30)
+    return apart <= max(TOLERANCE.get(x, 0.05) for x in place.dtypes) * largest
 
 
 def alibi_slopes(bias: Array, allowed: Array) -> tuple[Float[Array, " n"], Bool[Array, ""]]:

@@ -70,6 +70,8 @@ class Place:
     """The scores that enter the softmax."""
     chain: list[int]
     """Operations between the two."""
+    path: list[int]
+    """Operations between q k^T and the weights."""
     layout: Layout
     line: str
     """File and line of the user's code."""
@@ -210,15 +212,26 @@ class Values:
 
     def scores(self, place: Place, fill: ArrayLike) -> Array:
         """Return what enters the softmax if all q.k are `fill`: (b, n, t, s)."""
+        return place.layout.pairs(self._with_scores(place, fill, place.chain)(place.goal))
+
+    def output(self, place: Place, fill: ArrayLike) -> Array:
+        """Return the output of a place, as the program has it, if all q.k are `fill`."""
+        read = self._with_scores(place, fill, place.path)
+        return self.bind(self.program.ops[place.output], read)[0]
+
+    def _with_scores(
+        self, place: Place, fill: ArrayLike, numbers: Sequence[int]
+    ) -> Callable[[Ref], Any]:
+        """Read values after these operations of the place, all q.k of which are `fill`."""
         shape = self.program.ops[place.scores].equation.outvars[0].aval
         new = {place.scores: [jnp.full(shape.shape, fill, shape.dtype)]}
 
         def read(ref: Ref) -> Any:
             return new[ref.op][ref.output] if ref.op in new else self.read(ref)
 
-        for number in place.chain:
+        for number in numbers:
             new[number] = self.bind(self.program.ops[number], read)
-        return place.layout.pairs(read(place.goal))
+        return read
 
     def operands(self, place: Place) -> tuple[Array, Array, Array]:
         """Return queries (b, t, n, h), keys (b, s, k, h) and values (b, s, k, v)."""

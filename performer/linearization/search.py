@@ -261,7 +261,19 @@ def _place(
     both = (x.dtype for x in (*operands, *results))
     dtypes = frozenset(x.name for x in both if jnp.issubdtype(x, jnp.floating))
     return Place(
-        scores, output, goal, chain, layout, line, scope, words, along, masked, scaled, dtypes
+        scores,
+        output,
+        goal,
+        chain,
+        path,
+        layout,
+        line,
+        scope,
+        words,
+        along,
+        masked,
+        scaled,
+        dtypes,
     )
 
 

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from performer.linearization.function import LINEAR, UNCHOSEN, warn
+from performer.linearization.function import LINEAR, UNCHOSEN, require_one, warn
 from performer.linearization.layers import Layer, Measured
 from performer.linearization.layout import Unfit
 from performer.linearization.measure import examples, layer_of, observe, steps_of
@@ -63,7 +63,8 @@ def linearize(
         where: path -> whether that layer is replaced, as `lambda path: "encoder" in path`; all if
             None. Paths are those of the report, as "blocks.0.attention".
         call: (model, batch) -> output, for a model that is called otherwise.
-        measured: result of `measure` on this model, to leave out the first passes.
+        measured: result of `measure` on this model, to leave out the first passes. Only `measure`
+            takes a `where` then.
         options: `coupling`, `num_features`, `calibration`, `refine_steps`, `keep`, `tolerance`,
             `seed`, `show` and exact pairs, as of `performer.linearize`. Without sizes each layer
             has the cheapest within the tolerance.
@@ -73,13 +74,15 @@ def linearize(
 
     Raises:
         ValueError: for batches that cannot be read again, numbers below 0, `exact_first` without a
-            window, an unknown coupling or calibration, or a model without attention.
+            window, an unknown coupling or calibration, `where` with `measured`, or a model without
+            attention.
 
     Example:
         >>> model, report = linearize(model, [x], num_features=8)
         >>> print(report)
     """
     chosen, call = Options.of(batches, **options), call or apply_to
+    require_one(measured, where)
     measured = measured or measure(model, batches, where=where, call=call)
     function, state, _ = _function(model, call)
     replaced, report = replacements(

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import performer
+from performer.linearization.layers import Measured
 from performer.nnx import PerformerAttention, linearize, measure
 from performer.refinement import Sample, softmax_attention
 from tests.support.attention_inputs import by_op
@@ -192,6 +194,14 @@ def test_order_keep_and_where():
     assert report.left == {f"blocks.{i}.attention": "not chosen by where" for i in (0, 2)}
     with pytest.raises(ValueError, match="keep must not be negative, got -1"):
         linearize(model, BATCHES, keep=-1)
+
+
+@pytest.mark.parametrize("front", [linearize, performer.linearize])
+def test_where_after_the_measurement_is_an_error(front):
+    """It was ignored: all measured layers were replaced."""
+    measured = Measured([], {}, [], (), tuple)
+    with pytest.raises(ValueError, match="pass it to measure"):
+        front(Model(), BATCHES, measured=measured, where=lambda path: "1" in path)
 
 
 def test_what_cannot_be_taken_is_named_and_left():

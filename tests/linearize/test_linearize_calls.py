@@ -404,6 +404,23 @@ def over_queries(x):
     return jax.nn.softmax(1e-3 * x @ x.mT, axis=1) @ x
 
 
+def squared(x):
+    """Scores so small that squares of their softmax, normalised, are nearly the same."""
+    weights = jax.nn.softmax(1e-4 * x @ x.mT) ** 2
+    return weights / weights.sum(axis=-1, keepdims=True) @ x
+
+
+def rounded(x):
+    """Of scores so small that all are 0."""
+    return jax.nn.softmax(jnp.round(1e-4 * x @ x.mT)) @ x
+
+
+def towards_far_keys(x):
+    """ALiBi with a negative slope, which `performer_attention` refuses."""
+    i = jnp.arange(x.shape[1])
+    return attend(tri(x), x, 0.2 * (i[:, None] - i))
+
+
 def padded_sum(x, number=1e-3):
     """With few keys, or a maximum near 0, it would be another function."""
     weights = jnp.exp(x @ x.mT / 9)
@@ -463,6 +480,9 @@ SOME = {
     shared_keys: "heads that its keys do not have",
     mean_of_heads: "lost after the softmax, as by a mean over heads",
     over_queries: "not divided by their sum over the keys",
+    squared: "is not what it computes",
+    rounded: "is not what it computes",
+    towards_far_keys: "a bias that is no mask",
     padded_sum: "changed after the softmax",
     on_a_grid: "have more than one axis",
     quantized: "integers",

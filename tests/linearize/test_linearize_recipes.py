@@ -87,6 +87,21 @@ def test_refined_it_is_cheaper_or_better():
     assert lines
 
 
+def test_refining_on_batches_of_other_lengths():
+    """Those as long as the examples held out: the same as without the others."""
+    step = dict(num_features=2, refine_steps=1)
+    function = lambda x: jax.nn.softmax(x @ x.mT) @ x  # noqa: E731
+    batches = [(tokens()[:4, :6],), (tokens()[:4, :5],)]
+    measured = performer.measure(function, batches)
+    rows = [
+        performer.linearize(function, x, measured=measured, **step)[1].rows
+        for x in (batches, batches[:1])
+    ]
+    np.testing.assert_equal(*rows)
+    with pytest.raises(ValueError, match="refine_steps reads the batches again"):
+        performer.linearize(function, [], measured=measured, **step)
+
+
 def test_a_window_alone():
     """Softmax over the chunk of each query and the one before; a report of m = 0."""
     function, x = (lambda x: attend(x, is_causal=True)), tokens()
