@@ -141,8 +141,9 @@ def linearize(
     Raises:
         ValueError: if no attention can be replaced, with the reason for each place; for batches
             that cannot be read again, numbers below 0, an unknown coupling or calibration, or
-            `where` with `measured`. The new function raises it for arguments with which attention is computed differently, for
-            example with dropout. A mask or bias of another kind makes its output NaN.
+            `where` with `measured`. The new function raises it for arguments with which attention
+            is computed differently, for example with dropout. A mask or bias of another kind makes
+            its output NaN.
 
     Example:
         >>> def attend(x):

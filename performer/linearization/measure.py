@@ -299,9 +299,8 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     if whole:
         return {"sample": training._asdict()}
     _, t, n, h = sample.query.shape
-    s, k = sample.key.shape[1:3]
-    groups = n // k
-    query = sample.query.reshape(len(bias), t, k, groups, h)
+    k = sample.key.shape[2]
+    query = sample.query.reshape(len(bias), t, k, n // k, h)
     logits = jnp.einsum("btkgh,bskh->bkgts", query, sample.key, precision="highest") / h**0.5
     logits = logits.reshape(bias.shape) + bias
     # Random scores also: in a batch of small ones any weights are nearly uniform.

@@ -64,6 +64,7 @@ READ_ELSEWHERE = (
     " product with v, or a derivative: linearize first, then differentiate"
 )
 SEVERAL = "its keys, or entries of queries and keys, have more than one axis: reshape them to one"
+SUMS_HEADS = "its product with the values sums over heads also: sum over heads after it"
 SUM = "its scores are a sum of several products: if all are of queries and keys, concatenate these"
 COMPARISONS = {"lt", "le", "gt", "ge", "sort", "top_k"}
 ROUNDING = 1e-6
@@ -214,9 +215,11 @@ def _place(
     path = _between(program, scores, weights)
     if max(len(contracted), len(summed), *map(len, keys)) > 1 and all(keys):
         whole = {atom for axis in keys for atom in axis}
-        sums = (i for i in path if ops[i].name == "reduce_sum")
-        if any(_reduced(program, axes, i) == whole for i in sums):
+        sums = [_reduced(program, axes, i) for i in path if ops[i].name == "reduce_sum"]
+        if whole in sums:
             raise Unfit(SEVERAL)
+        if len(summed) > 1 and any(over and over < whole for over in sums):
+            raise Unfit(SUMS_HEADS)
     goal = _unshifted(program, exponential, axes)
     chain = _between(program, scores, goal)
     is_sum = _is_softmax(program, scores, exponential, output, weights)

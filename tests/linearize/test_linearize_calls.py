@@ -399,6 +399,13 @@ def mean_of_heads(x):
     return jnp.mean(weights, axis=1) @ x
 
 
+def sum_over_heads(x):
+    """By the product with the values."""
+    heads = jnp.stack([x, jnp.cos(x)], axis=2)
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", heads, heads))
+    return jnp.einsum("bnts,bsnh->bth", weights, heads)
+
+
 def over_queries(x):
     """Scores so small that any division by a sum gives their softmax."""
     return jax.nn.softmax(1e-3 * x @ x.mT, axis=1) @ x
@@ -479,6 +486,7 @@ SOME = {
     base_two: "have the base 2",
     shared_keys: "heads that its keys do not have",
     mean_of_heads: "lost after the softmax, as by a mean over heads",
+    sum_over_heads: "sums over heads also",
     over_queries: "not divided by their sum over the keys",
     squared: "is not what it computes",
     rounded: "is not what it computes",
