@@ -279,9 +279,8 @@ def read(values: Values, place: Place) -> Read:
     affine = jnp.all(~allowed | (jnp.abs(slope - heads) <= 0.01 * jnp.abs(heads)))
     visible = jnp.any(allowed, axis=1)
     queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
-    if visible.shape[1] == visible.shape[2]:  # with a mask of keys padding is no query
-        same_keys = jnp.all(visible == visible[:, :1], axis=(1, 2))[:, None]
-        queries &= keys | ~same_keys
+    if visible.shape[1] == visible.shape[2]:  # padding is no query, though it sees earlier keys
+        queries &= keys
     factor = jnp.nan_to_num(scale)[:, None, :, None] * query.shape[-1] ** 0.5
     sample = Sample(query * factor, key, queries, keys, jnp.argmax(visible, axis=-1))
     return Read(sample, visible, bias, scale, value, affine)

@@ -87,6 +87,22 @@ def test_refined_it_is_cheaper_or_better():
     assert lines
 
 
+@pytest.mark.filterwarnings("ignore:linearize")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padding_is_neither_key_nor_query(is_causal):
+    """Whatever it holds, the errors are the same."""
+    exists = np.arange(6) < np.array([6, 4, 3, 2])[:, None]
+
+    def function(x, exists):
+        visible = exists[:, None] & (jnp.tri(6, dtype=bool) | (not is_causal))
+        return jax.nn.softmax(jnp.where(visible, x @ x.mT, -1e9)) @ x
+
+    x, given = tokens()[:4, :6], dict(num_features=8)
+    batches = [(jnp.where(exists[..., None], x, fill), jnp.asarray(exists)) for fill in (0.0, 2.0)]
+    rows = [performer.linearize(function, [batch], **given)[1].rows for batch in batches]
+    np.testing.assert_equal(*rows)
+
+
 def test_refining_on_batches_of_other_lengths():
     """Those as long as the examples held out: the same as without the others."""
     step = dict(num_features=2, refine_steps=1)
