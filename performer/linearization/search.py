@@ -218,7 +218,8 @@ def _place(
         sums = [_reduced(program, axes, i) for i in path if ops[i].name == "reduce_sum"]
         if whole in sums:
             raise Unfit(SEVERAL)
-        if len(summed) > 1 and any(over and over < whole for over in sums):
+        has_batch = product.params["dimension_numbers"][1][0]  # a projection of heads has none
+        if len(summed) > 1 and has_batch and any(over and over < whole for over in sums):
             raise Unfit(SUMS_HEADS)
     goal = _unshifted(program, exponential, axes)
     chain = _between(program, scores, goal)

@@ -13,6 +13,7 @@ from performer import calibration, couplings
 from performer.attention import Exact
 from performer.linearization import recipes
 from performer.linearization.measure import alibi_slopes
+from performer.linearization.program import Values
 from tests.support import zoo
 from tests.support.attention_inputs import by_op
 from tests.support.tiers import tiers
@@ -420,3 +421,17 @@ def test_steps_of_a_scan_with_other_masks_stay_exact():
 
     with pytest.raises(ValueError, match="of another kind in each step of a scan"):
         performer.linearize(lambda x, masks: jax.lax.scan(step, x, masks)[0], [(x, masks)])
+
+
+def test_what_was_read_is_compared_with_the_program(monkeypatch):
+    """Keys in another order stand for a layout that was read wrong."""
+    read = Values.operands
+
+    def in_another_order(values, place):
+        query, key, value = read(values, place)
+        return query, key[:, ::-1], value
+
+    monkeypatch.setattr(Values, "operands", in_another_order)
+    x = jax.random.normal(jax.random.key(0), (2, T, 4))
+    with pytest.raises(ValueError, match="is not what it computes"):
+        performer.linearize(lambda x: jax.nn.softmax(x @ x.mT) @ x, [(x,)], **EXACT)
