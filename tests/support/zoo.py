@@ -389,8 +389,10 @@ def ways():
 
 
 def t5_bias(q, k, v):
-    distance = jnp.arange(T)[:, None] - jnp.arange(T) + T
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) + array(40, HEADS, 2 * T)[:, distance]
+    """Added to slopes of ALiBi, so that slopes alone are no reason to leave it."""
+    distance = jnp.arange(T)[:, None] - jnp.arange(T)
+    bias = array(40, HEADS, 2 * T)[:, distance + T] - 3 * jnp.abs(distance)
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) + bias
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
 
 
