@@ -331,7 +331,7 @@ def test_long_vectors_overflow_nothing():
 
 @pytest.mark.parametrize(("norm", "shift"), [(20.0, 0), (1.0, 20)])
 def test_attention_of_long_vectors(norm, shift):
-    """If q = -k nearly, no feature is negligible, though those of the keys differ by e^100."""
+    """If q = -k nearly, no feature is negligible, though features of the keys differ by e^100."""
     query, key, _ = inputs(lead=(1,), norm=norm)
     query, key, w = query - shift, key + shift, documented_draws(gaussian)
     error = attention_error(query, key, coupling=gaussian, num_features=M, draws=DRAWS)

@@ -190,7 +190,7 @@ def test_ill_conditioned_covariances():
 
 @pytest.mark.parametrize("spread", [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (1e-4, 1e-4)])
 def test_equal_queries_or_keys(spread):
-    """Of a head that adds its bias alone: a sum about zero rounds to an indefinite covariance."""
+    """A head may add its bias alone: a sum about zero rounds to an indefinite covariance."""
     noise = np.random.default_rng(6).normal(size=(2, 1, 64, 1, 8))
     query, key = (
         jnp.asarray(mean + size * x, jnp.float32)

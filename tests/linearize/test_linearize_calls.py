@@ -418,7 +418,7 @@ def squared(x):
 
 
 def rounded(x):
-    """Of scores so small that all are 0."""
+    """Scores may be so small that all are 0."""
     return jax.nn.softmax(jnp.round(1e-4 * x @ x.mT)) @ x
 
 

@@ -133,7 +133,7 @@ def test_what_stays_exact_is_named():
 
 
 def test_slopes_of_alibi():
-    """Of a bias of key positions, as BLOOM's: a constant for each row has no effect."""
+    """BLOOM has a bias of key positions: a constant for each row has no effect."""
     slopes, allowed = np.array([0.5, 0.25]), np.tri(5, dtype=bool)[None, None].repeat(2, axis=0)
     bias = np.where(allowed, slopes[:, None, None] * np.arange(5), -1e9).astype(np.float32)
     for change, holds in ((0.0, True), (0.1, False)):

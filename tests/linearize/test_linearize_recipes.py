@@ -110,7 +110,7 @@ def test_padding_is_neither_key_nor_query(is_causal):
 
 
 def test_refining_on_batches_of_other_lengths():
-    """Those as long as the examples held out: the same as without the others."""
+    """Batches as long as the examples held out give the same as without the others."""
     step = dict(num_features=2, refine_steps=1)
     function = lambda x: jax.nn.softmax(x @ x.mT) @ x  # noqa: E731
     batches = [(tokens()[:4, :6],), (tokens()[:4, :5],)]

@@ -185,7 +185,7 @@ def test_evaluation_counts_every_image_once(digits, processes, n):
     ids=["max_shift", "flip", "randaugment", "erase", "none"],
 )
 def test_each_augmentation_alone(fields, augmented):
-    """Of training records only; no other draw comes before it."""
+    """It changes training records only; no other draw comes before it."""
     plain = dict(crop="center", flip=False, max_shift=0, erase=0.0, randaugment_layers=0)
     section = config.Data(image_size=12, **(plain | fields))
     record, dataset = {"image": noise(0, 12, 12), "label": 0}, few()

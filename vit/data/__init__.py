@@ -103,7 +103,7 @@ class Dataset(NamedTuple):
     channels: int = 0
     decode: Callable[..., Batch] = labelled_image
     """(record, generator or None in evaluation, section of the config, data set) -> an example:
-    arrays by name, of the same shapes for every record. The name "mask" is that of evaluation."""
+    arrays by name, of the same shapes for every record. Evaluation uses the name "mask"."""
     blank: Callable[..., Batch] = blank_image
     """(section of the config, data set) -> an example that pads the last batch."""
     fingerprint: Callable[[], str] = str

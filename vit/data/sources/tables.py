@@ -3,9 +3,9 @@
 The column of files is the one whose words are names of pictures in the folder, with or without
 suffix. Of a path only its end counts, so that paths of another machine and of Windows are read. The
 column of classes has a usual name, is the only other one, or is named. A file without a header has
-the columns "1", "2", ... A first column without a name, of row numbers, is ignored. The split is
-that of a column `split`, of the folder of the picture, or of the table's name or folder. A picture
-that is named several times is read once.
+the columns "1", "2", ... A first column without a name, of row numbers, is ignored. A column
+`split` has the split, else the folder of the picture, or the table's name or folder. A picture that
+is named several times is read once.
 """
 
 import csv
