@@ -86,6 +86,11 @@ class Calibration(NamedTuple):
     root: Float[Array, "*n h h"] | None = None
 
     @property
+    def changes_tokens(self) -> bool:
+        """True if queries or keys change."""
+        return self.shift is not None or self.scale is not None
+
+    @property
     def changes_law(self) -> bool:
         """True if a tilt or a proposal changes the distribution of the frequencies."""
         return self.mean is not None or self.root is not None

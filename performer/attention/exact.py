@@ -3,7 +3,8 @@
 All share one normaliser with the estimate sum_j phi_j(q) phi_j(k) of the other pairs: a sparse
 correction of a low-rank estimate (Chen et al. 2021), but of the kernel. The estimate must be the
 kernel here, not up to a factor of the row: the maps include the query's half norm, 1 / m, and the
-determinant of a calibration (`Estimate.absolute`).
+determinant and the shift of a calibration (`Estimate.absolute`). Logits of exact pairs are products
+of queries and keys as given: M q and M^-1 k have the same one only up to the condition of M.
 
 Near keys: a sequence is cut into windows of `exact_window` tokens. A query attends to the keys of
 its own and the previous window (and the next, if not causal) by e^{q.k} itself, and to far keys by
@@ -34,6 +35,7 @@ from performer.attention import decay
 from performer.attention.state import (
     Features,
     Keys,
+    Queries,
     State,
     WindowState,
     by_block,
@@ -65,11 +67,11 @@ class Selected(NamedTuple):
 
 
 def exact_rows(query: Float[Array, "b t k g h"], selected: Selected, scale: float) -> State:
-    """Rows (b, t, k, g) of all queries with the selected keys."""
+    """Rows (b, t, k, g) of all queries, as given, with the selected keys."""
     keys, allowed, fading = selected
     per_query = keys.key.ndim == 5
     axes = "btskh" if per_query else "bskh"
-    logits = dot(f"btkgh,{axes}->btkgs", query, keys.key, query.dtype) * scale
+    logits = dot(f"btkgh,{axes}->btkgs", query, keys.exact, query.dtype) * scale
     # (b, f, k) -> (b, 1, k, 1, f), or (b, t, f, k) -> (b, t, k, 1, f)
     log_weights = jnp.swapaxes(cast(Array, keys.log_weights), -1, -2)[..., :, None, :]
     logits = logits + (log_weights if per_query else log_weights[:, None])
@@ -140,7 +142,7 @@ def _fading_of_first(
 
 def stream(
     maps: Maps,
-    query: Float[Array, "b t k g h"],
+    queries: Queries,
     keys: Keys,
     nothing: State,
     exact: Exact,
@@ -159,9 +161,9 @@ def stream(
     are `near` of the next call.
     """
     state = _empty(counted(keys), nothing, exact) if state is None else state
-    keys, w, f, t = counted(keys), exact.window, exact.first, query.shape[1]
+    keys, w, f, t = counted(keys), exact.window, exact.first, queries.query.shape[1]
     if t == 0:
-        shape = (*query.shape[:-1], keys.value.shape[-1])
+        shape = (*queries.query.shape[:-1], keys.value.shape[-1])
         return State(jnp.zeros(shape[:-1]), jnp.zeros(shape[:-1]), jnp.zeros(shape)), state
     start = state.position[:, None].astype(jnp.arange(0).dtype)  # (b, 1), int64 under x64
     position = start + jnp.arange(t)[None]  # (b, t)
@@ -172,7 +174,7 @@ def stream(
     if t == 1:
         new_window = jnp.any(done > 0)
         rows, far = _one_token(
-            maps, query, (buffer, entering), w, scale, plan, state.far, new_window
+            maps, queries, (buffer, entering), w, scale, plan, state.far, new_window
         )
     else:
         length = (windows + 1) * w
@@ -180,13 +182,13 @@ def stream(
         index = jnp.clip(jnp.arange(length)[None] - w - filled, 0, t - 1)
         near = Near(_cut(buffer, 0, length), w, scale)
         ends = state.far, None
-        padded = take(query, index)
+        padded = jax.tree.map(partial(take, index=index), queries)
         rows, far = sweep(maps, padded, _cut(entering, 0, length), ends, plan, near=near)
         rows = State(*(take(x, w + filled + jnp.arange(t)[None]) for x in rows))
     first = state.first
     if f:
         selected, first = _first_of_stream(state, keys, buffer, entering, position, filled, f)
-        rows = combine(rows, exact_rows(query, selected, scale))
+        rows = combine(rows, exact_rows(queries.exact, selected, scale))
     near = _taken(buffer, done + jnp.arange(2 * w)[None])
     return rows, WindowState(far, near, first, state.position + t)
 
@@ -200,7 +202,7 @@ def _buffer(near: Keys, new: Keys, filled: Int[Array, "b 1"], length: int) -> Ke
 
 def _one_token(
     maps: Maps,
-    query: Float[Array, "b 1 k g h"],
+    queries: Queries,
     buffers: tuple[Keys, Keys],
     w: int,
     scale: float,
@@ -219,8 +221,8 @@ def _one_token(
         return summarise(maps[1], decay.decayed(entering), far, plan.block)
 
     faded = decay.faded(far, decay.total(near))
-    rows = look_up(maps[0], query, faded, far.normaliser.dtype)
-    rows = combine(rows, exact_rows(query, Selected(decay.decayed(near)), scale))
+    rows = look_up(maps[0], queries.query, faded, far.normaliser.dtype)
+    rows = combine(rows, exact_rows(queries.exact, Selected(decay.decayed(near)), scale))
     return rows, jax.lax.cond(new_window, with_window, lambda far: far, far)
 
 

@@ -37,6 +37,10 @@ class Arguments(NamedTuple):
     w_query: Float[Array, "*k m h"]
     w_key: Float[Array, "*k m h"]
     feature_bias: Float[Array, "*k m"] | None
+    shift: Float[Array, "*k h"] | None = None
+    """Shift of calibrated keys, where features must estimate e^{q.k} of the keys as given."""
+    given: Float[Array, "b t n h"] | None = None
+    """Queries before calibration, if exact pairs need them."""
 
 
 def arguments(tokens: Tokens, estimate: Estimate, pairs: Pairs) -> Arguments:
@@ -48,20 +52,23 @@ def arguments(tokens: Tokens, estimate: Estimate, pairs: Pairs) -> Arguments:
         # Masked keys may be NaN, and have no gradient.
         absent = jnp.isneginf(pairs.log_weights)[..., None]
         key, value = (jnp.where(absent, 0, x) for x in (key, value))
+    calibration, given = estimate.calibration, (None, None)
+    if estimate.absolute and calibration is not None and calibration.changes_tokens:
+        given = query, key
     query, key, *per_head = _transformed(query, key, estimate)
-    keys = Keys(key, value, pairs.log_weights, pairs.log_decay)
+    keys = Keys(key, value, pairs.log_weights, pairs.log_decay, given[1])
     t, n, k = *query.shape[1:3], key.shape[2]
     heads = state_heads(n, k, estimate, pairs)
     if heads != k:  # (b, s, k, .) -> (b, s, n, .)
         keys = jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), keys)
         per_head = [
             x if x is None or x.ndim == rank else jnp.repeat(x, heads // x.shape[0], axis=0)
-            for x, rank in zip(per_head, (2, 2, 1), strict=True)
+            for x, rank in zip(per_head, (2, 2, 1, 1), strict=True)
         ]
     if pairs.is_causal:  # as many keys as queries; no query sees later ones
         keys = extended(keys, 0, max_dim(max(t, 1) - keys.key.shape[1], 0))
         keys = jax.tree.map(lambda x: x[:, : max(t, 1)], keys)
-    return Arguments(query, keys, *cast(Any, per_head))
+    return Arguments(query, keys, *cast(Any, per_head), given[0])
 
 
 def _transformed(query: Array, key: Array, estimate: Estimate):
@@ -76,7 +83,7 @@ def _transformed(query: Array, key: Array, estimate: Estimate):
         even = jnp.full(m, math.log(weight / m), wide)
         feature_bias = even if feature_bias is None else feature_bias + math.log(weight)
     if calibration is None:
-        return query, key, w_query, w_key, feature_bias
+        return query, key, w_query, w_key, feature_bias, None
     root = estimate.scale**0.5
     calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
     moved = transform_keys(calibration, key.astype(wide) * root)
@@ -93,7 +100,11 @@ def _transformed(query: Array, key: Array, estimate: Estimate):
         tilt = sum(jnp.broadcast_arrays(tilt, log_determinant(calibration.root)[..., None]))
     both = [x for x in (feature_bias, tilt) if x is not None]
     feature_bias = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
-    return query, (moved / root).astype(key.dtype), w_query, w_key, feature_bias
+    shift = None
+    if estimate.absolute and calibration.shift is not None:  # M^-1 c
+        heads = frequencies.shape[0] if frequencies.ndim == 3 else key.shape[2]
+        shift = -transform_keys(calibration, jnp.zeros((heads, key.shape[-1]), wide))
+    return query, (moved / root).astype(key.dtype), w_query, w_key, feature_bias, shift
 
 
 def features_of(
@@ -165,14 +176,21 @@ def feature_maps(x: Arguments, estimate: Estimate) -> tuple[Features, Features]:
         squares = x.astype(float32_or_wider(x)) ** 2
         return estimate.scale / 2 * jnp.sum(squares, axis=-1, keepdims=True)
 
-    def query_map(x):
-        projections = project(x, w_query)
+    def times_shift(split, query, shift):  # e^{q.c}: the features estimate e^{q.(k - c)}
+        *heads, h = shift.shape
+        shift = shift.reshape(*heads, *[1] * (query.ndim - len(heads) - 1), h)
+        log_factor = estimate.scale**0.5 * jnp.sum(query * shift, axis=-1, keepdims=True)
+        return split[0] + log_factor, split[1]
+
+    def query_map(y):
+        projections = project(y, w_query)
         if is_google:
-            return _google(projections, half_norm(x), jnp.max(projections, -1, keepdims=True))
-        half = half_norm(x)
+            return _google(projections, half_norm(y), jnp.max(projections, -1, keepdims=True))
+        half = half_norm(y)
         if feature_map.estimates_softmax and not estimate.absolute:  # |q|^2 / 2 cancels
             half = jnp.zeros_like(half)
-        return feature_map.split(projections, half)
+        split = feature_map.split(projections, half)
+        return split if x.shift is None else times_shift(split, y, x.shift)
 
     offset = None
     if is_google:

@@ -36,6 +36,7 @@ from performer.attention.parallel import earlier_devices, over_devices
 from performer.attention.state import (
     Features,
     Keys,
+    Queries,
     State,
     WindowState,
     attend,
@@ -457,28 +458,31 @@ def _attend(
     packed = pairs.segments is not None and s and t
     by_position = exact.window or packed or many_causal or faded
     x = _copies_per_device(x._replace(keys=keys), (pairs.segments, state) if by_position else None)
-    query, keys, is_causal = x.query.reshape(b, t, k, n // k, h), x.keys, pairs.is_causal
+    keys, is_causal = x.keys, pairs.is_causal
+    apart = jax.tree.map(lambda query: query.reshape(b, t, k, n // k, h), (x.query, x.given))
+    queries = Queries(*apart)
     maps, dtype = feature_maps(x, estimate), operand_dtype(keys.value)
-    nothing = states.empty(keys.key, estimate.num_features, v, query, *keys, x.w_query, x.w_key)
+    nothing = states.empty(keys.key, estimate.num_features, v, x.query, *keys, x.w_query, x.w_key)
     streams = state is not None or plan.return_state
     order = segments = None
     if packed:
-        order, query, keys, segments = _sorted(query, keys, pairs.segments)
+        order, queries, keys, segments = _sorted(queries, keys, pairs.segments)
     selected = []  # keys that every query sees exactly
     if exact.keys and t:
-        query, keys = moved_once(query), keys._replace(key=moved_once(keys.key))
+        queries = queries._replace(query=moved_once(queries.query))
+        keys = keys._replace(key=moved_once(keys.key))
         fixed = feature_maps(jax.lax.stop_gradient(x), estimate)
-        heavy, keys = heavy_keys(fixed, query, keys, nothing, exact.keys, plan)
+        heavy, keys = heavy_keys(fixed, queries.query, keys, nothing, exact.keys, plan)
         selected.append(heavy)
     if exact.first and t and not streams:  # a stream has them in its state
         first, keys = first_keys(keys, exact.first, segments, is_causal)
         selected.append(first)
     if (exact.window and streams) or (t and by_position):
         ends = nothing, None if is_causal else nothing
-        given = query, keys, state, ends, exact, scale, segments
+        given = queries, keys, state, ends, exact, scale, segments
         rows, state = _chunk_by_chunk(maps, *given, plan, streams)
         for some in selected:
-            rows = combine(rows, exact_rows(query, some, scale))
+            rows = combine(rows, exact_rows(queries.exact, some, scale))
         output = ratio(rows).astype(dtype)
     else:
         assert not isinstance(state, WindowState)
@@ -486,14 +490,14 @@ def _attend(
         state = _with_all_keys(maps[1], keys, state, nothing, plan, is_causal)
         heavy = selected[0].keys if selected else None
 
-        def block_rows(query):
-            return attend(maps[0], query, state, dtype, heavy, scale).astype(dtype)
+        def block_rows(queries):
+            return attend(maps[0], queries, state, dtype, heavy, scale).astype(dtype)
 
-        output = by_block(block_rows, query, plan.block)
+        output = by_block(block_rows, queries, plan.block)
     if order is not None:
         output = take(output, jnp.argsort(order, axis=1)[:, order.shape[1] - t :])
     if r := exact.rows:
-        rows = exact_rows(query[:, :r], Selected(counted(x.keys)), scale)
+        rows = exact_rows(queries.exact[:, :r], Selected(counted(x.keys)), scale)
         output = output.at[:, :r].set(ratio(rows).astype(dtype))
     return output.reshape(b, t, n, v), state
 
@@ -505,14 +509,14 @@ def _copies_per_device(x: Arguments, others: Any) -> Arguments:
     be computed each time, or in a branch that some devices do not take: the others would wait.
     """
     like = () if others is None else (x, others)
-    query, w_query = states.varying((x.query, x.w_query), *like)
+    query, w_query, shift, given = states.varying((x.query, x.w_query, x.shift, x.given), *like)
     keys, w_key, feature_bias = states.varying((x.keys, x.w_key, x.feature_bias), *like)
-    return Arguments(query, keys, w_query, w_key, feature_bias)
+    return Arguments(query, keys, w_query, w_key, feature_bias, shift, given)
 
 
 def _chunk_by_chunk(
     maps: Maps,
-    query: Float[Array, "b t k g h"],
+    queries: Queries,
     keys: Keys,
     state: State | WindowState | None,
     ends: tuple[State, State | None],
@@ -528,17 +532,17 @@ def _chunk_by_chunk(
     """
     if exact.window and streams:
         assert not isinstance(state, State)
-        return stream(maps, query, keys, ends[0], exact, scale, plan, state)
+        return stream(maps, queries, keys, ends[0], exact, scale, plan, state)
     near = None
     if exact.window:
         keys = counted(keys)
-        near = Near(keys, min(exact.window, query.shape[1]), scale)
+        near = Near(keys, min(exact.window, queries.query.shape[1]), scale)
     assert not isinstance(state, WindowState)
     before = ends[0] if state is None else state
     if plan.axis_name is not None:  # causal
         shard = summarise(maps[1], keys, ends[0], plan.block)
         before = combine(before, earlier_devices(shard, plan.axis_name))
-    return sweep(maps, query, keys, (before, ends[1]), plan, segments=segments, near=near)
+    return sweep(maps, queries, keys, (before, ends[1]), plan, segments=segments, near=near)
 
 
 def _with_all_keys(
@@ -556,17 +560,18 @@ def _with_all_keys(
     return every if state is nothing else combine(state, every)
 
 
-def _sorted(query, keys: Keys, segments):
+def _sorted(queries: Queries, keys: Keys, segments):
     """The order of the tokens by segment; queries, keys and segments in this order."""
     ids, key_ids = segments
-    t, s = query.shape[1], keys.key.shape[1]
+    t, s = queries.query.shape[1], keys.key.shape[1]
     if key_ids is not None:
         # One sequence of s keys without queries (cut at the end) and t queries without keys.
-        query, keys = pad(query, s, 0), extended(keys, 0, t)
+        queries = jax.tree.map(lambda x: pad(x, s, 0), queries)
+        keys = extended(keys, 0, t)
         ids = jnp.concatenate([key_ids, ids], axis=1)
         time = jnp.concatenate([jnp.arange(s), jnp.arange(t)])
         # By number, then time, then the key before its query: causal order stays.
         order = jnp.lexsort((jnp.broadcast_to(time, ids.shape), ids), axis=1)
     else:
         order = jnp.argsort(ids, axis=1, stable=True)  # stable: causal order stays
-    return order, *jax.tree.map(partial(take, index=order), (query, keys, ids))
+    return order, *jax.tree.map(partial(take, index=order), (queries, keys, ids))

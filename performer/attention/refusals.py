@@ -229,6 +229,12 @@ def check_state(state: Any, tokens: Tokens, estimate: Estimate, exact: Exact, pa
     if isinstance(state, WindowState):
         far, near, first = state.far, state.near, state.first
         earlier = Exact(near.key.shape[-3] // 2, first.key.shape[-3])
+        calibration = estimate.calibration
+        if (near.given is not None) != (calibration is not None and calibration.changes_tokens):
+            raise ValueError(
+                "initial_state and this call must have the same calibration: the state holds near"
+                " keys before and after it"
+            )
         if (near.log_decay is None) != (pairs.log_decay is None):
             raise ValueError(
                 "initial_state and this call must both have alibi_slopes or log_decay, or neither:"

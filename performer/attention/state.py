@@ -14,7 +14,7 @@ normaliser and maximum.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,19 @@ Features = Callable[[Array], Split]
 """Features of queries or of keys (k, b, ..., t, h)."""
 
 
+class Queries(NamedTuple):
+    """Queries, the g query heads of a key head apart."""
+
+    query: Float[Array, "b t k g h"]
+    given: Float[Array, "b t k g h"] | None = None
+    """Queries before calibration, None if it does not change them."""
+
+    @property
+    def exact(self) -> Array:
+        """Queries of exact pairs: (M q).(M^-1 k) would cost q.k digits if M is ill-conditioned."""
+        return self.query if self.given is None else self.given
+
+
 class Keys(NamedTuple):
     """Keys, values and weights."""
 
@@ -46,6 +59,13 @@ class Keys(NamedTuple):
     """Log-weights of keys, shared or for each head; -inf for no key, None for 0 everywhere."""
     log_decay: Float[Array, "b s k"] | None = None
     """Log-decay of earlier keys at this one; None for 0 everywhere."""
+    given: Float[Array, "b s k h"] | None = None
+    """Keys before calibration, None if it does not change them or no pair is exact."""
+
+    @property
+    def exact(self) -> Array:
+        """Keys of exact pairs."""
+        return self.key if self.given is None else self.given
 
 
 class State(NamedTuple):
@@ -70,7 +90,7 @@ class State(NamedTuple):
 class WindowState(NamedTuple):
     """State of causal attention with an exact window, of constant size.
 
-    Its keys are those after shift and calibration.
+    Its keys are those after calibration; `given` holds them before it.
     """
 
     far: State
@@ -193,14 +213,14 @@ def look_up(
     The g query heads of a key head share its state. The operands of large products have the dtype
     `dtype`.
     """
-    weights, maximum, s, z = _weights(query_map, query, state)
+    weights, maximum, s, z = _weights(query_map, Queries(query), state)
     sums = _over_features(weights, s, z, dtype)
     return State(*(_tokens_first(x, query) for x in (maximum, *sums)))
 
 
 def attend(
     query_map: Features,
-    query: Float[Array, "b t k g h"],
+    queries: Queries,
     state: State,
     dtype: jnp.dtype,
     keys: Keys | None = None,
@@ -213,29 +233,33 @@ def attend(
     Exact `keys` (b, f, k, .) are f further features, of exponent `scale` q.k, whose state is the
     key itself. One product sums over all: a fifth faster than separate rows.
     """
-    weights, _, s, z = _weights(query_map, query, state, keys, scale)
+    weights, _, s, z = _weights(query_map, queries, state, keys, scale)
     output = _output_narrow if dtype == jnp.bfloat16 else _output
-    return _tokens_first(output(weights, s, z, dtype), query)
+    return _tokens_first(output(weights, s, z, dtype), queries.query)
 
 
 def _weights(
     query_map: Features,
-    query: Float[Array, "b t k g h"],
+    queries: Queries,
     state: State,
     keys: Keys | None = None,
     scale: float = 1.0,
 ):
     """Weights of the features (k, b, t g, m), their maxima, and the sums s and z of the state."""
-    b, t, k, g, h = query.shape
-    # (b, t, k, g, h) -> (k, b, t g, h): the query heads of a key head are rows
-    query = heads_first(query).reshape(k, b, t * g, h)
+    b, t, k, g, h = queries.query.shape
+
+    def rows(query):  # (b, t, k, g, h) -> (k, b, t g, h): the query heads of a key head are rows
+        return heads_first(query).reshape(k, b, t * g, h)
+
+    query = rows(queries.query)
     (exponent, factor), (c, s, z) = jax.tree.map(flat, (query_map(query), tuple(state)))
     exponent = exponent + c[..., None, :]
     if keys is not None:
         assert keys.log_weights is not None
-        by_head = (keys.key, keys.value, keys.log_weights)
+        by_head = (keys.exact, keys.value, keys.log_weights)
         key, value, log_weights = (flat(heads_first(x)) for x in by_head)
-        logits = dot("...th,...fh->...tf", flat(query), key, query.dtype) * scale
+        query = flat(rows(queries.exact))
+        logits = dot("...th,...fh->...tf", query, key, query.dtype) * scale
         exponent = jnp.broadcast_to(exponent, (*logits.shape[:-1], s.shape[-1]))
         exponent = jnp.concatenate([exponent, logits + log_weights[..., None, :]], axis=-1)
         if factor is not None:
@@ -255,17 +279,20 @@ def _tokens_first(x: Array, query: Float[Array, "b t k g h"]) -> Float[Array, "b
 
 
 def by_block(
-    function: Callable[[Array], Array], tokens: Float[Array, "b t ..."], block: Size
+    function: Callable[[Any], Array], tokens: Any, block: Size
 ) -> Float[Array, "b t ..."]:
     """Apply a function, (b, length, ...) -> (b, length, ...), to `block` tokens at a time.
 
+    Tokens are an array or several.
+
     The backward pass computes each block again.
     """
-    (b, t, *_), (count, length) = tokens.shape, blocks(tokens.shape[1], block)
+    b, t = jax.tree.leaves(tokens)[0].shape[:2]
+    count, length = blocks(t, block)
     function = jax.checkpoint(function, prevent_cse=count == 1)
-    tokens = in_blocks(tokens, count, length)
+    tokens = jax.tree.map(lambda x: in_blocks(x, count, length), tokens)
     if count == 1:
-        return function(tokens[0])[:, :t]
+        return function(jax.tree.map(lambda x: x[0], tokens))[:, :t]
     # (count, b, length, ...) -> (b, count length, ...)
     outputs = jnp.moveaxis(jax.lax.map(function, tokens), 0, 1)
     return outputs.reshape(b, count * length, *outputs.shape[3:])[:, :t]
@@ -334,13 +361,13 @@ def extended(keys: Keys, before: Size, after: Size) -> Keys:
     """Pad with keys that do not exist."""
     if before == after == 0:
         return keys
-    key, value, log_weights, log_decay = keys
+    key, value, log_weights, log_decay, given = keys
     if log_decay is not None:
         log_decay = pad(log_decay, before, after)
     if log_weights is None:
         log_weights = jnp.zeros_like(key[..., :1, 0], dtype=float32_or_wider(key))
-    key, value = (pad(x, before, after) for x in (key, value))
-    return Keys(key, value, pad(log_weights, before, after, -jnp.inf), log_decay)
+    key, value, given = jax.tree.map(lambda x: pad(x, before, after), (key, value, given))
+    return Keys(key, value, pad(log_weights, before, after, -jnp.inf), log_decay, given)
 
 
 def in_blocks(x: Array, count: Size, length: Size) -> Array:

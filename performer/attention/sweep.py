@@ -53,6 +53,7 @@ from performer.attention.sizes import blocks
 from performer.attention.state import (
     Features,
     Keys,
+    Queries,
     State,
     combine,
     extended,
@@ -90,7 +91,7 @@ class Near(NamedTuple):
 class Chunks(NamedTuple):
     """A block of chunks; in a scan, the axis of the blocks comes first."""
 
-    query: Array
+    queries: Queries
     """(k, b, c, g s, h)."""
     keys: Keys
     """(k, b, c s, .): keys that enter by their features, from w before the block to w before its
@@ -189,7 +190,7 @@ def parts(x: Array, axis: int, count: Size, length: Size) -> Array:
 
 def sweep(
     maps: tuple[Features, Features],
-    query: Float[Array, "b t k g h"],
+    queries: Queries,
     keys: Keys,
     ends: tuple[State, State | None],
     plan: Plan,
@@ -201,7 +202,7 @@ def sweep(
 
     Args:
         maps: features of queries and of keys; with exact keys, of the kernel itself.
-        query: g query heads for each key head.
+        queries: g query heads for each key head.
         keys: keys that enter by their features.
         ends: states (k, b, m) of the keys before and after the sequence; causal: None after it.
         plan: sizes of chunks and blocks.
@@ -212,7 +213,7 @@ def sweep(
         Rows (b, t, k, g), and the state after all `keys`; with a window, without the keys of the
         last w positions of the last chunk.
     """
-    (b, t, k, g, h), is_causal = query.shape, ends[1] is None
+    (b, t, k, g, h), is_causal = queries.query.shape, ends[1] is None
     w = near.window if near else 0
     s = w * _windows(plan.chunk, t, w) if w else min_dim(plan.chunk, t)
     count, length = blocks(t, max(plan.block, s), s)
@@ -222,16 +223,20 @@ def sweep(
     def in_parts(x):  # (b, ., k, ...) -> (count, k, b, ., ...)
         return jnp.moveaxis(parts(x, 1, count, length), (1, 3), (0, 1))
 
-    queries = in_parts(pad(query, 0, more)).reshape(count, k, b, cut.chunks, s, g, h)
-    queries = jnp.swapaxes(queries, 4, 5).reshape(count, k, b, cut.chunks, g * s, h)
-    far_keys = extended(keys, w, more + after)
+    def in_chunks(query):  # (b, t, k, g, h) -> (count, k, b, c, g s, h)
+        query = in_parts(pad(query, 0, more)).reshape(count, k, b, cut.chunks, s, g, h)
+        return jnp.swapaxes(query, 4, 5).reshape(count, k, b, cut.chunks, g * s, h)
+
+    queries = jax.tree.map(in_chunks, queries)
+    far_keys = extended(keys._replace(given=None), w, more + after)
     if is_causal and w:  # the last w tokens are near or not seen
         far_keys = jax.tree.map(lambda x: x[:, : count * length], far_keys)
     far_keys, near_keys = jax.tree.map(in_parts, far_keys), None
     if segments is not None:
         segments = jnp.moveaxis(parts(pad(segments, w, more + after), 1, count, length), 1, 0)
     if near:
-        near_keys = jax.tree.map(in_parts, extended(near.keys, w, more + after))
+        near_keys = near.keys._replace(key=near.keys.exact, given=None)
+        near_keys = jax.tree.map(in_parts, extended(near_keys, w, more + after))
     xs = Chunks(queries, far_keys, segments, near_keys)
     start, later = _at_end(ends[0], xs, 0), None
     if ends[1] is not None:
@@ -291,7 +296,7 @@ def _block(
             sides = [(combine(state, other), None, None)]
         else:
             sides = [(state, segment, since), (other, other_segment, until)]
-    query_split = jax.tree.map(flat, maps[0](x.query))  # (k, b, c, g s, m)
+    query_split = jax.tree.map(flat, maps[0](x.queries.query))  # (k, b, c, g s, m)
     query_segments = None
     if x.segments is not None:
         query_segments = _for_groups(cut.shifted(x.segments, -1, cut.window), groups)
@@ -304,7 +309,7 @@ def _block(
 
 
 def _key_features(key_map: Features, keys: Keys) -> KeyFeatures:
-    split, value, log_weights, log_decay = jax.tree.map(flat, (key_map(keys.key), *keys[1:]))
+    split, value, log_weights, log_decay = jax.tree.map(flat, (key_map(keys.key), *keys[1:4]))
     return KeyFeatures(weighted(split, log_weights), value, log_decay)
 
 
@@ -450,7 +455,8 @@ def _near_rows(cut: Cut, x: Chunks, pairs: WithinChunk, scale: float) -> State:
     key, value, log_weights = (
         cut.around(x, axis) for x, axis in ((key, -2), (value, -2), (log_weights, -1))
     )
-    logits = dot("...th,...sh->...ts", flat(x.query), key, x.query.dtype) * scale
+    query = flat(x.queries.exact)
+    logits = dot("...th,...sh->...ts", query, key, query.dtype) * scale
     return softmax_rows(pairs.masked(logits + log_weights[..., None, :]), value)
 
 
@@ -530,7 +536,7 @@ def _in_logarithms(
 
     Memory: one key of each chunk at a time, with all queries of the chunk.
     """
-    query_split = jax.tree.map(flat, maps[0](x.query))
+    query_split = jax.tree.map(flat, maps[0](x.queries.query))
     key_split, value, _ = _key_features(maps[1], x.keys).by_token(cut.around)
 
     @partial(jax.checkpoint, prevent_cse=False)

@@ -316,6 +316,7 @@ def test_keywords_of_other_functions_are_explained(name):
         ({}, dict(b=1), "initial_state holds arrays of shape"),
         (WINDOW, dict(exact_window=3), "with exact_window=2, this one has exact_window=3"),
         (WINDOW | PLACE, WINDOW, "both have alibi_slopes or log_decay, or neither"),
+        (WINDOW, WINDOW | dict(calibration=SHIFTED), "must have the same calibration"),
     ],
 )
 def test_states_of_other_options_are_refused(of_state, of_call, message):

@@ -161,8 +161,10 @@ def test_the_coupling_chooses_the_tilt(coupling, tilt):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("feature_map", ["hyperbolic", LEARNED])
-@pytest.mark.parametrize("window", [3, 0])
+@pytest.mark.parametrize(
+    "feature_map, window",  # the normaliser of trigonometric features alone may nearly cancel
+    [("hyperbolic", 3), ("hyperbolic", 0), ("trigonometric", 3), (LEARNED, 3), (LEARNED, 0)],
+)
 def test_shift_and_scale_serve_every_map_of_softmax(feature_map, window):
     """They are those of queries and keys alone: moved before the call, nothing else changes."""
     fitted = calibrate(QUERY, KEY, method="shift+scale")
@@ -173,6 +175,32 @@ def test_shift_and_scale_serve_every_map_of_softmax(feature_map, window):
     key = calibration.transform_keys(fitted, KEY * root)
     want = attend(query, key, VALUE, frequencies, scale=1.0)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+EXACT_WAYS = [  # options with which all nine keys are exact
+    dict(exact_keys=9),
+    dict(exact_window=9),
+    dict(exact_rows=9),
+    dict(exact_window=3, exact_first=6, is_causal=True),
+    dict(exact_window=9, is_causal=True, implementation="robust"),
+]
+
+
+@pytest.mark.parametrize("options", EXACT_WAYS)
+def test_exact_pairs_ignore_an_ill_conditioned_calibration(options):
+    """Products of M q and M^-1 k are off by 6e-4 to 2e-3."""
+    rng = np.random.default_rng(5)
+    vectors = np.linalg.qr(rng.normal(size=(H, H)))[0]
+    sizes = np.array([0.03, 1, 1, 30])
+    m, inverse = (vectors * x @ vectors.T for x in (sizes, 1 / sizes))
+    leaves = (20 * rng.normal(size=H), m, inverse, None, np.eye(H) + 0.1)
+    fitted = calibration.Calibration(*(x if x is None else jnp.float32(x) for x in leaves))
+    query, key = data(6, keys=9)
+    output = performer_attention(query, key, key, frequencies_of(), calibration=fitted, **options)
+    want = jax.nn.dot_product_attention(
+        query, key, key, is_causal=options.get("is_causal", False)
+    )
+    np.testing.assert_allclose(output, want, atol=3e-6)
 
 
 def test_ill_conditioned_covariances():

@@ -342,7 +342,7 @@ def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
             return ordinary(x), varying(zeros, x)
 
         output, rest = by_platform(with_residuals, otherwise, x)
-        perturbed_arguments = (*perturbed[2:], perturbed.keys.log_weights)
+        perturbed_arguments = (*perturbed[2:5], perturbed.keys.log_weights)
         return output, (x, rest, Wanted(*map(bool, perturbed_arguments)))
 
     def backward(saved, gradient):
