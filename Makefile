@@ -3,8 +3,9 @@ PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 BIN := .venv/bin
+MARKS ?= not slow
 
-.PHONY: install demo docs test test-all test-thorough test-faults test-slow test-optimised test-versions lint format clean
+.PHONY: install demo docs test test-all test-thorough test-faults test-slow test-optimised test-versions margins lint format clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml
@@ -34,6 +35,16 @@ test-slow: install  ## only the long statistical runs
 
 test-optimised: install  ## `make test` compiled as for users, whose fusions round otherwise
 	PERFORMER_TEST_OPTIMISED=1 $(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal
+
+margins: install  ## how near assertions come to their limits on three kinds of processor, and optimised
+	@mkdir -p results/margins
+	@for isa in SSE4_2 AVX2 AVX512 optimised; do \
+	    if test $$isa = optimised; then export PERFORMER_TEST_OPTIMISED=1; else export PERFORMER_TEST_ISA=$$isa; fi; \
+	    PYTHONPYCACHEPREFIX=results/margins/pyc $(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal -q -p tests.support.margins \
+	        --margins=results/margins/$$isa.json -o enable_assertion_pass_hook=true -m "$(MARKS)" || true; \
+	    unset PERFORMER_TEST_ISA; \
+	done
+	$(BIN)/python -m tests.support.margins results/margins
 
 test-versions:  ## `make test` under each installed Python of PYTHONS, with the newest releases of all packages
 	@for python in $(PYTHONS); do \

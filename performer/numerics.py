@@ -5,7 +5,7 @@ Features are split as phi = factor * exp(exponent), see `features.FeatureMap`. T
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,9 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
         wide, precision = float32_or_wider(left), "highest"
     else:
         precision = BFLOAT16
-        if left.dtype != right.dtype:
+        # JAX cannot lower the gradient of two bfloat16 operands under strict promotion.
+        strict = cast(Any, jax.config).jax_numpy_dtype_promotion == "strict"
+        if left.dtype != right.dtype or strict:
             left, right = left.astype(wide), right.astype(wide)
     return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)
 

@@ -68,7 +68,8 @@ def arguments(tokens: Tokens, estimate: Estimate, pairs: Pairs) -> Arguments:
     if pairs.is_causal:  # as many keys as queries; no query sees later ones
         keys = extended(keys, 0, max_dim(max(t, 1) - keys.key.shape[1], 0))
         keys = jax.tree.map(lambda x: x[:, : max(t, 1)], keys)
-    return Arguments(query, keys, *cast(Any, per_head), given[0])
+    w_query, w_key, feature_bias, shift = cast(Any, per_head)
+    return Arguments(query, keys, w_query, w_key, feature_bias, shift, given[0])
 
 
 def _transformed(query: Array, key: Array, estimate: Estimate):

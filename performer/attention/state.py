@@ -278,9 +278,7 @@ def _tokens_first(x: Array, query: Float[Array, "b t k g h"]) -> Float[Array, "b
     return x.transpose(1, 2, 0, 3, *range(4, x.ndim))
 
 
-def by_block(
-    function: Callable[[Any], Array], tokens: Any, block: Size
-) -> Float[Array, "b t ..."]:
+def by_block(function: Callable[[Any], Array], tokens: Any, block: Size) -> Float[Array, "b t ..."]:
     """Apply a function, (b, length, ...) -> (b, length, ...), to `block` tokens at a time.
 
     Tokens are an array or several.

@@ -28,7 +28,7 @@ AttentionFn = Callable[..., Array]
 
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Relative error of one operation."""
-LONG = 100
+FAR = 100
 """Length of the new tokens in `assert_causal`, relative to the old ones."""
 
 
@@ -50,6 +50,10 @@ class Case(NamedTuple):
     junk: float = 0.0
     """Entries of masked keys; 0 leaves them normal. Masked values are 50."""
     is_causal: bool = False
+    scale: float = 0.0
+    """Factor on q.k; 0 leaves the default."""
+    batch_axes: int = 1
+    """With 2, the b examples are (2, b / 2)."""
 
     def __str__(self) -> str:
         """The fields that differ from their defaults."""
@@ -67,17 +71,37 @@ class Case(NamedTuple):
             query, key = (
                 x * self.norm / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key)
             )
-        dtype = jnp.dtype(self.dtype)
-        return [x.astype(dtype) for x in (query, key, value, frequencies)]
+        arrays = (*map(self.batched, (query, key, value)), frequencies)
+        return [x.astype(jnp.dtype(self.dtype)) for x in arrays]
+
+    def batched(self, x: np.ndarray) -> np.ndarray:
+        """The array with the batch axes of the case."""
+        return x if self.batch_axes == 1 else x.reshape(2, self.b // 2, *x.shape[1:])
 
     def options(self) -> dict[str, Any]:
-        """Keywords: a mask with a row that has no key, or `is_causal`."""
+        """Keywords: a mask with a row that has no key, `is_causal`, `scale`."""
         options: dict[str, Any] = {"is_causal": True} if self.is_causal else {}
+        if self.scale:
+            options["scale"] = self.scale
         if self.masked:
             mask = np.random.default_rng(1).random((self.b, 1, 1, self.s)) < 0.6
             mask[0, ..., 0], mask[-1] = True, self.b == 1
-            options["mask"] = mask
+            options["mask"] = self.batched(mask)
         return options
+
+    def without(self, skip: Collection[str]) -> "Case":
+        """The case without the properties that fn does not support, by names of families."""
+        changes: dict[str, dict[str, Any]] = {
+            "grouped heads": dict(n=self.k),
+            "cross attention": dict(s=self.t),
+            "mask": dict(masked=False),
+            "causal mask": dict(masked=self.masked and not self.is_causal),
+            "causal": dict(is_causal=False),
+            "bfloat16": dict(dtype="float32"),
+            "scale": dict(scale=0.0),
+            "batch axes": dict(batch_axes=1),
+        }
+        return self._replace(**{k: v for name in skip for k, v in changes.get(name, {}).items()})
 
 
 NORMS = (1e-4, 1.0, 10.0, 1e2, 1e4)
@@ -97,13 +121,34 @@ CASES: dict[str, tuple[Case, ...]] = {
     "causal mask": (Case(is_causal=True, masked=True),),
     "norms": tuple(Case(norm=norm) for norm in NORMS),
     "causal norms": tuple(Case(norm=norm, is_causal=True) for norm in NORMS),
+    "scale": (Case(scale=0.6),),
+    "batch axes": (Case(b=4, batch_axes=2),),
     "bfloat16": (Case(dtype="bfloat16", t=21, s=21),),
     "float16": (Case(dtype="float16", t=21, s=21),),
 }
 """Families of cases; their names are those that `skip` accepts."""
+WIDE: dict[str, Any] = dict(h=24, v=20, m=40)
+LONG = LONG_SEQUENCE._replace(n=2, k=2)
+CROSSED = (
+    Case(b=3, n=4, masked=True, junk=50.0),
+    Case(b=4, batch_axes=2, is_causal=True, scale=0.6, dtype="bfloat16", **WIDE),
+    Case(b=4, batch_axes=2, t=5, n=4, scale=0.6, dtype="bfloat16"),
+    Case(b=3, t=5, is_causal=True, masked=True, junk=50.0, **WIDE),
+    Case(b=4, batch_axes=2, s=6, is_causal=True),
+    Case(b=3, s=6, n=4, masked=True, junk=50.0, scale=0.6, dtype="bfloat16", **WIDE),
+    LONG._replace(b=2, batch_axes=2, masked=True, junk=50.0, dtype="bfloat16"),
+    LONG._replace(n=4, is_causal=True, scale=0.6),
+)
+"""Each pair of properties in a row: grouped heads, causal, masked, more keys, more queries, 300
+tokens, bfloat16, a scale, two batch axes, and sizes above 16 (those not with 300 tokens)."""
 TRANSFORMS = ("jit", "vmap", "scan", "gradients")
-WITH_GRADIENTS = {name: CASES[name][0] for name in ("shapes", "mask", "causal")}
-"""Families and cases whose gradients are compared."""
+STEP = 1e-6
+"""Step of differences in float64."""
+SLOPES = {"float32": 5e-5, "bfloat16": 0.15}
+"""Largest error of a derivative, relative to the gradient or the derivative."""
+GAIN = {"float16": 2e-3, "bfloat16": 8e-3}
+"""Largest difference from 1 of the factor between outputs and reference, by least squares: two
+roundings. The bound of one output allows more, but errors that differ in sign cancel."""
 
 HINTS = {
     "mask": "Masked keys must leave numerator, normaliser and maximum; a row without keys is 0.",
@@ -125,19 +170,21 @@ def assert_attention_matches(
 ) -> None:
     """Assert that a function computes the estimate of `reference_attention`, case by case.
 
-    The cases (`CASES`) vary shapes, grouped heads, masks with a row without keys and with long
-    masked keys, causal attention, dtypes, norms of queries and keys from 1e-4 to 1e4, and lengths
-    up to 300 tokens, for functions that compute in blocks of up to 128. Then
-    `jit`, `vmap`, `scan` and the gradients of queries, keys and values are compared, the gradients
-    also with a mask and causally (`WITH_GRADIENTS`). The limit of an output is `tolerance` times
-    its first-order bound for the dtype. Where the bound is larger than the values (norms above
-    100), outputs must be finite and, for maps that are not negative, within the values.
+    The cases (`CASES`) vary one property each: shapes, grouped heads, masks with a row without keys
+    and with long masked keys, causal attention, a scale, two batch axes, dtypes, norms of queries
+    and keys from 1e-4 to 1e4, and lengths up to 300 tokens, for functions that compute in blocks of
+    up to 128. Eight more (`CROSSED`) cross them: each pair of properties is in one of them. There
+    and in the first case the gradients of queries, keys and values are compared. Then follow
+    `jit`, `vmap` and `scan`. The limit of an output is `tolerance` times its first-order bound for
+    the dtype. Where the bound is larger than the values (norms above 100), outputs must be finite
+    and, for maps that are not negative, within the values. In narrow dtypes outputs may not be too
+    large or too small by a common factor (`GAIN`).
 
     Args:
         fn: (query, key, value, frequencies, **options) -> output. Cases with a mask pass `mask`
-            (b, 1, 1, s), causal cases `is_causal=True`.
+            (b, 1, 1, s), causal cases `is_causal=True`, those with a scale `scale`.
         skip: families and transformations that fn does not support, names of `CASES` and
-            `TRANSFORMS`.
+            `TRANSFORMS`. Crossed cases are compared without these properties.
         feature_map: as of `reference_attention`. Skip "gradients" and norms for maps that may be
             negative: their normalisers may nearly cancel, and gradients have no bound.
         tolerance: factor on the bound.
@@ -161,8 +208,9 @@ def assert_attention_matches(
     for name in ("jit", "vmap", "scan"):
         if name not in skip:
             _transformed(fn, name, feature_map, tolerance)
-    for family, case in WITH_GRADIENTS.items():
-        if not {"gradients", family} & set(skip):
+    for case in dict.fromkeys(case.without(skip) for case in CROSSED):
+        _compare(fn, "crossed", case, feature_map, tolerance)
+        if "gradients" not in skip:
             _gradients(fn, case, feature_map)
 
 
@@ -171,7 +219,7 @@ def _compare(fn: AttentionFn, family: str, case: Case, feature_map: Any, toleran
     want, limit, largest = _wanted(arrays, options, case.dtype, feature_map, tolerance)
     given = list(arrays)
     if case.masked:  # what stands at masked keys must not matter
-        junk = ~options["mask"][:, 0, 0, :, None, None]
+        junk = ~options["mask"][..., 0, 0, :, None, None]
         if case.junk:
             given[1] = np.where(junk, np.asarray(case.junk, arrays[1].dtype), arrays[1])
         given[2] = np.where(junk, np.asarray(50, arrays[2].dtype), arrays[2])
@@ -191,12 +239,19 @@ def _compare(fn: AttentionFn, family: str, case: Case, feature_map: Any, toleran
         outside = np.where(unsure, np.abs(got).max(axis=-1) - 1.01 * largest, -1)
         _fail_above(family, case, outside, np.zeros_like(outside), got, want, "")
     where = np.where(unsure, 0, error)
-    _fail_above(
-        *(family, case, where, limit, got, want),
-        lambda: (
-            _diagnosis(arrays, given, options, got, limit, feature_map) or HINTS.get(family, "")
-        ),
-    )
+
+    def hint():
+        known = _diagnosis(arrays, given, options, got, limit, feature_map)
+        return known or HINTS.get(family, "")
+
+    _fail_above(family, case, where, limit, got, want, hint)
+    if case.dtype in GAIN:
+        sure = want * ~unsure[..., None]
+        gain = np.vdot(got, sure) / np.vdot(want, sure) if np.any(sure) else 1.0
+        assert abs(gain - 1) <= GAIN[case.dtype], (
+            f"{family} ({case}): outputs are {gain:.4g} times the reference, by least squares."
+            f" {hint()}".rstrip()
+        )
 
 
 def _wanted(arrays, options, dtype: str, feature_map: Any, tolerance: float):
@@ -212,7 +267,8 @@ def _fail_above(family, case, error, limit, got, want, hint) -> None:
     worst = np.unravel_index(np.argmax(error / np.maximum(limit, 1e-30)), error.shape)
     if error[worst] <= limit[worst]:
         return
-    batch, position, head = worst
+    *batch, position, head = worst
+    batch = ", ".join(map(str, batch))
     shown = [np.array2string(x[worst][:4], precision=5) for x in (got, want)]
     hint = hint() if callable(hint) else hint
     raise AssertionError(
@@ -239,15 +295,16 @@ def _diagnosis(arrays, given, options, got, limit, feature_map) -> str:
         suspects["attention that sees later keys"] = lambda: attend(*arrays, **without)
     if "mask" in options:
         unmasked = {name: x for name, x in options.items() if name != "mask"}
-        kept = np.where(options["mask"][:, 0, 0, :, None, None], given[2].astype(np.float64), 0)
+        exists = options["mask"][..., 0, 0, :, None, None]
+        kept = np.where(exists, given[2].astype(np.float64), 0)
         suspects |= {
             "attention without the mask": lambda: attend(*given, **unmasked),
             "attention whose values are masked and whose keys are not: they stay in the"
             " normaliser": lambda: attend(query, given[1], kept, frequencies, **unmasked),
         }
-    if query.shape[2] != key.shape[2]:
-        groups = query.shape[2] // key.shape[2]
-        tiled = [np.tile(x, (1, 1, groups, 1)) for x in (key, value)]
+    if query.shape[-2] != key.shape[-2]:
+        groups = query.shape[-2] // key.shape[-2]
+        tiled = [np.concatenate([x] * groups, axis=-2) for x in (key, value)]
         suspects["attention whose query heads take the key heads in turn"] = lambda: attend(
             query, tiled[0], tiled[1], frequencies, **options
         )
@@ -287,10 +344,11 @@ def _transformed(fn: AttentionFn, name: str, feature_map: Any, tolerance: float)
 
 
 def _gradients(fn: AttentionFn, case: Case, feature_map: Any) -> None:
-    """Gradients of queries, keys and values along a direction, against differences in float64."""
+    """Gradients of queries, keys and values along two directions, against differences."""
     (*tokens, frequencies), options = case.arrays(), case.options()
     given = {name: jnp.asarray(x) if name == "mask" else x for name, x in options.items()}
-    weight = np.random.default_rng(3).standard_normal((case.b, case.t, case.n, case.v))
+    rng = np.random.default_rng(3)
+    weight = case.batched(rng.standard_normal((case.b, case.t, case.n, case.v)))
 
     def loss(*tokens):
         output = fn(*tokens, jnp.asarray(frequencies), **given)
@@ -298,21 +356,28 @@ def _gradients(fn: AttentionFn, case: Case, feature_map: Any) -> None:
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(jnp.asarray, tokens))
     wide = [x.astype(np.float64) for x in tokens]
+
+    def reference_loss(query, key, value):
+        given = query, key, value, frequencies
+        output = reference_attention(*given, **options, feature_map=feature_map)
+        return np.sum(np.sin(output) * weight)
+
     for i, name in enumerate(("query", "key", "value")):
-        along, step = np.random.default_rng(4).standard_normal(wide[i].shape), 1e-6
-        ends = []
-        for sign in (1, -1):
-            moved = [x + sign * step * along if i == j else x for j, x in enumerate(wide)]
-            q, k, v = moved
-            output = reference_attention(q, k, v, frequencies, **options, feature_map=feature_map)
-            ends.append(np.sum(np.sin(output) * weight))
-        slope, gradient = (ends[0] - ends[1]) / (2 * step), np.asarray(gradients[i], np.float64)
-        got, size = np.vdot(gradient, along), np.linalg.norm(gradient)
-        assert np.isfinite(got), f"gradients ({case}): the gradient of the {name} is not finite"
-        assert abs(got - slope) <= 2e-4 * max(size, abs(slope)), (
-            f"gradients ({case}): the derivative along a direction of the {name} is {got:.6g}, the"
-            f" reference has {slope:.6g}"
+        gradient = np.asarray(gradients[i], np.float64)
+        assert np.all(np.isfinite(gradient)), (
+            f"gradients ({case}): the gradient of the {name} is not finite"
         )
+        for along in rng.standard_normal((2, *gradient.shape)):
+            ends = [
+                reference_loss(*(x + sign * along if i == j else x for j, x in enumerate(wide)))
+                for sign in (STEP, -STEP)
+            ]
+            slope, got = (ends[0] - ends[1]) / (2 * STEP), np.vdot(gradient, along)
+            size = max(np.linalg.norm(gradient), abs(slope))
+            assert abs(got - slope) <= SLOPES[case.dtype] * size, (
+                f"gradients ({case}): the derivative along a direction of the {name} is {got:.6g},"
+                f" the reference has {slope:.6g}"
+            )
 
 
 # Causality and streams
@@ -327,7 +392,7 @@ def assert_causal(
         fn: function of queries, keys, values, and whatever follows; it returns one output for each
             token.
         arrays: arguments of fn; the first three are changed, 100 times as large. Random ones for
-            `performer_attention` if none are given.
+            `performer_attention`, of 23 and of 300 tokens, if none are given.
         tolerance: largest change of an earlier output, relative to the largest output; 0 requires
             equal bits.
         axis: axis of the tokens.
@@ -340,18 +405,28 @@ def assert_causal(
         >>> attend = partial(performer_attention, is_causal=True)
         >>> performer.testing.assert_causal(attend)
     """
-    given = arrays or tuple(map(jnp.asarray, Case(t=23, s=23, h=8).arrays()))
-    tokens, rest = given[:3], given[3:]
+    cases = [Case(t=23, s=23, h=8).arrays(), LONG_SEQUENCE.arrays()]
+    for given in [arrays] if arrays else cases:
+        _no_leak(fn, tuple(map(jnp.asarray, given)), tolerance, axis)
+
+
+def _no_leak(
+    fn: Callable[..., Array], arrays: tuple[Array, ...], tolerance: float, axis: int
+) -> None:
+    """Change all tokens from a cut on, for several cuts."""
+    tokens, rest = arrays[:3], arrays[3:]
     run, length = jax.jit(fn), tokens[0].shape[axis]
     if length < 2:
         raise ValueError(f"axis {axis} has {length} tokens: give two or more, or another axis")
     before = np.asarray(run(*tokens, *rest), np.float64)
     largest = np.abs(before).max()
-    for cut in sorted({1, 2, length // 3, length // 2, length - 1} & set(range(1, length))):
+    ends_of_blocks = range(64, length, 64)
+    cuts = {1, 2, length // 3, length // 2, length - 1, *ends_of_blocks}
+    for cut in sorted(cuts & set(range(1, length))):
         shape = [1] * tokens[0].ndim
         shape[axis] = length
         later = (jnp.arange(length) >= cut).reshape(shape)
-        changed = [jnp.where(later, -LONG * x + x.dtype.type(7), x) for x in tokens]
+        changed = [jnp.where(later, -FAR * x + x.dtype.type(7), x) for x in tokens]
         after = np.asarray(run(*changed, *rest), np.float64)
         earlier = [np.take(x, np.arange(cut), axis) for x in (before, after)]
         change = np.abs(earlier[0] - earlier[1])

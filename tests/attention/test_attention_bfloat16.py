@@ -114,3 +114,15 @@ def test_one_token(heads):
     output, pull = jax.vjp(lambda *tokens: attend(*tokens), query, key, value)
     np.testing.assert_array_equal(output, value)
     np.testing.assert_array_equal(pull(output)[2], value)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_gradients_under_strict_promotion(is_causal):
+    """JAX cannot lower the gradient of a product of two bfloat16 operands there."""
+    x, w = jnp.ones((1, 140, 2, 24), jnp.bfloat16), jnp.ones((40, 24))
+
+    def loss(x):
+        return jnp.sum(performer_attention(x, x, x, w, is_causal=is_causal))
+
+    with jax.numpy_dtype_promotion("strict"):
+        assert jax.jit(jax.grad(loss))(x).dtype == jnp.bfloat16

@@ -162,7 +162,7 @@ def test_the_coupling_chooses_the_tilt(coupling, tilt):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "feature_map, window",  # the normaliser of trigonometric features alone may nearly cancel
+    ("feature_map", "window"),  # the normaliser of trigonometric features alone may nearly cancel
     [("hyperbolic", 3), ("hyperbolic", 0), ("trigonometric", 3), (LEARNED, 3), (LEARNED, 0)],
 )
 def test_shift_and_scale_serve_every_map_of_softmax(feature_map, window):
@@ -197,9 +197,7 @@ def test_exact_pairs_ignore_an_ill_conditioned_calibration(options):
     fitted = calibration.Calibration(*(x if x is None else jnp.float32(x) for x in leaves))
     query, key = data(6, keys=9)
     output = performer_attention(query, key, key, frequencies_of(), calibration=fitted, **options)
-    want = jax.nn.dot_product_attention(
-        query, key, key, is_causal=options.get("is_causal", False)
-    )
+    want = jax.nn.dot_product_attention(query, key, key, is_causal=options.get("is_causal", False))
     np.testing.assert_allclose(output, want, atol=3e-6)
 
 
