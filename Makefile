@@ -41,7 +41,8 @@ margins: install  ## how near assertions come to their limits on three kinds of 
 	@for isa in SSE4_2 AVX2 AVX512 optimised; do \
 	    if test $$isa = optimised; then export PERFORMER_TEST_OPTIMISED=1; else export PERFORMER_TEST_ISA=$$isa; fi; \
 	    PYTHONPYCACHEPREFIX=results/margins/pyc $(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal -q -p tests.support.margins \
-	        --margins=results/margins/$$isa.json -o enable_assertion_pass_hook=true -m "$(MARKS)" || true; \
+	        --margins=results/margins/$$isa.json -o enable_assertion_pass_hook=true \
+	        -o verbosity_assertions=2 -m "$(MARKS)" || true; \
 	    unset PERFORMER_TEST_ISA; \
 	done
 	$(BIN)/python -m tests.support.margins results/margins

@@ -180,7 +180,8 @@ def feature_maps(x: Arguments, estimate: Estimate) -> tuple[Features, Features]:
     def times_shift(split, query, shift):  # e^{q.c}: the features estimate e^{q.(k - c)}
         *heads, h = shift.shape
         shift = shift.reshape(*heads, *[1] * (query.ndim - len(heads) - 1), h)
-        log_factor = estimate.scale**0.5 * jnp.sum(query * shift, axis=-1, keepdims=True)
+        products = query.astype(shift.dtype) * shift
+        log_factor = estimate.scale**0.5 * jnp.sum(products, axis=-1, keepdims=True)
         return split[0] + log_factor, split[1]
 
     def query_map(y):

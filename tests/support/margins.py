@@ -1,6 +1,7 @@
-"""How near assertions on numbers came to their limits: a plugin of pytest, and its report.
+r"""How near assertions on numbers came to their limits: a plugin of pytest, and its report.
 
-    pytest -p tests.support.margins --margins=FOLDER/NAME.jsonl -o enable_assertion_pass_hook=true
+    pytest -p tests.support.margins --margins=FOLDER/NAME.json \
+        -o enable_assertion_pass_hook=true -o verbosity_assertions=2
     python -m tests.support.margins FOLDER
 
 The plugin writes the largest share of its limit that each assertion used: `assert_allclose` and
@@ -21,7 +22,7 @@ NEAR = 0.2
 MOVED = 0.01
 """Difference between runs, as a share of the limit, above which rounding moves a value."""
 TESTS = Path(__file__).parents[1]
-NUMBER = r"(?:[a-z.]*float\d*\(|[a-z.]*Array\()?(-?\d[\d.]*(?:e[-+]?\d+)?)(?:, dtype=\w+)?\)?"
+NUMBER = r"(?:[a-z.]*float\d*\(|[a-z.]*Array\()?(-?\d+\.?\d*(?:e[-+]?\d+)?)(?:, dtype=\w+)?\)?"
 COMPARED = re.compile(rf"^{NUMBER} (<|<=|>|>=) {NUMBER}$")
 APPROXIMATE = re.compile(rf"^{NUMBER} == {NUMBER} ± {NUMBER}$")
 
