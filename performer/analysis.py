@@ -293,7 +293,8 @@ def recommend(
             `attention_error`.
 
     Raises:
-        ValueError: for a tolerance or limit that is too small, and as `attention_error`.
+        ValueError: for a tolerance or limit that is too small, an error that is no number, and as
+            `attention_error`.
 
     Example:
         >>> print(recommend(query, key, tolerance=0.1))
@@ -307,6 +308,11 @@ def recommend(
         how: Any = dict(coupling=coupling, num_features=m, most=limit, exact_keys=f)
         error = attention_error(query, key, **how, **options)
         mean = float(error.attention.value.mean())
+        if not np.isfinite(mean):
+            raise ValueError(
+                f"the attention error with {m} features is {mean}: is there a NaN or an infinity in"
+                " the queries and keys?"
+            )
         keys = f" and {f} exact keys" if f else ""
         line = f"{m} features{keys}: relative attention error {mean:.3g}"
         show(f"{line}, {tolerance:g} is asked for")
@@ -484,6 +490,7 @@ def _block(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the rows of these queries, (r, h): those below t that have keys."""
     key, moved_key, value, exists = keys
+    before = jnp.cumsum(exists) - exists.astype(jnp.arange(0).dtype)
     allowed = jnp.broadcast_to(exists, (len(place), len(key)))
     if is_causal:
         allowed &= jnp.arange(len(key)) <= place[:, None]
@@ -512,7 +519,7 @@ def _block(
         kernel = jnp.where(allowed, kernel, 0)
         if selected is not None:
             positions = jnp.arange(len(key))
-            near = is_near(place, positions, positions, selected)
+            near = is_near(place, positions, before, selected)
             near |= (place < selected.rows)[:, None]
             near = allowed & (near if ranks is None else near | (ranks < selected.keys))
             exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)

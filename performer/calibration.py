@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -129,7 +130,9 @@ def calibrate(
             traceless.
 
     Raises:
-        ValueError: for an unknown method or coupling, and as `pair_moments`.
+        ValueError: for an unknown method or coupling, queries or keys that are not finite or above
+            1e19, no pair of a query and a key, and as `pair_moments`. Under `jit` the last three
+            are not detected: the calibration is then the identity.
 
     Example:
         >>> calibration = calibrate(query, key, coupling="orf-antithetic")
@@ -141,7 +144,22 @@ def calibrate(
     parts(method, coupling)
     pairs: Any = dict(mask=mask, is_causal=is_causal, segment_ids=segment_ids)
     moments = pair_moments(query, key, scale=scale, **pairs)
+    if not isinstance(moments, Tracer):
+        _require_pairs(np.asarray(moments))
     return fit(moments, method=method, coupling=coupling, beside_exact=beside_exact)
+
+
+def _require_pairs(moments: np.ndarray) -> None:
+    """Raise ValueError for moments that would make the identity."""
+    if not np.isfinite(moments).all():
+        raise ValueError(
+            "the mean squares of queries and keys are not finite: is there a NaN, an infinity or a"
+            " value above 1e19 in the batch?"
+        )
+    if not (moments[..., 0, 0] > 0).all():
+        raise ValueError(
+            "no query has a key, so that nothing can be fitted: mask and segment_ids hide all keys"
+        )
 
 
 def pair_moments(

@@ -91,27 +91,27 @@ class Sample(NamedTuple):
         """Mask of the pairs that a window makes exact, if both exist and see one another.
 
         As in `performer_attention` packed sequences form chunks one after another, in the order of
-        their numbers, and each has its own first keys.
+        their numbers, and each has its own first keys. Keys that do not exist are not counted.
         """
         query, key = (jnp.arange(x.shape[1], dtype=jnp.int32)[None] for x in self[:2])
-        position = key
+        before = jnp.cumsum(self.keys, axis=1, dtype=jnp.int32) - self.keys.astype(jnp.int32)
         if self.segments is not None:
             same = self.segments[:, :, None] == self.segments[:, None]
-            earlier = same & jnp.tri(same.shape[1], k=-1, dtype=bool)
-            position = jnp.sum(earlier, axis=-1, dtype=jnp.int32)
+            earlier = same & self.keys[:, None] & jnp.tri(same.shape[1], k=-1, dtype=bool)
+            before = jnp.sum(earlier, axis=-1, dtype=jnp.int32)
             order = jnp.argsort(jnp.argsort(self.segments, stable=True))
             query = key = order.astype(jnp.int32)
-        return is_near(query, key, position, exact)[:, None]
+        return is_near(query, key, before, exact)[:, None]
 
 
-def is_near(query: Any, key: Any, position: Any, exact: Exact) -> Any:
+def is_near(query: Any, key: Any, before: Any, exact: Exact) -> Any:
     """Mask (..., t, s) of near pairs of queries (..., t) and keys (..., s) at these positions.
 
-    `position` are positions of keys in their own sequence.
+    `before` is the number of keys that exist before each key, in its own sequence.
     """
     query, key = (x // jnp.maximum(exact.window, 1) for x in (query, key))
     near = abs(query[..., :, None] - key[..., None, :]) <= 1
-    return (near | (position < exact.first)[..., None, :]) & (exact.window > 0)
+    return (near | (before < exact.first)[..., None, :]) & (exact.window > 0)
 
 
 def traced(exact: Exact) -> Exact:

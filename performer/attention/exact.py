@@ -51,6 +51,8 @@ from performer.attention.values import Exact, Plan
 from performer.numerics import dot, exponentials, weighted
 from performer.typing import float32_or_wider
 
+NOWHERE = 2**31 - 1
+"""Place of a first key that has not been seen yet."""
 Maps = tuple[Features, Features]
 """Features of queries and of keys."""
 
@@ -86,24 +88,62 @@ def exact_rows(query: Float[Array, "b t k g h"], selected: Selected, scale: floa
 
 
 def first_keys(
-    keys: Keys, f: int, segments: Int[Array, "b t"] | None, is_causal: bool
+    keys: Keys,
+    f: int,
+    exists: Bool[Array, "b t"] | None,
+    segments: Int[Array, "b t"] | None,
+    is_causal: bool,
 ) -> tuple[Selected, Keys]:
-    """The first f keys of the sequence, or of each query's segment; and the other keys."""
+    """The first f keys of the sequence, or of each query's segment; and the other keys.
+
+    Keys that do not exist, such as padding on the left, are not counted; None if all exist.
+    """
     keys, t = counted(keys), keys.key.shape[1]
-    begin = jnp.zeros((1, 1), jnp.int32) if segments is None else _begins(segments)
-    position = jnp.arange(t, dtype=begin.dtype)[None] - begin
-    fading = None
-    if keys.log_decay is not None:
-        fading = _fading_of_first(keys.log_decay, position, f, is_causal)
-    allowed = _reached(position, f) if is_causal else None
+    number, position = jnp.arange(f)[None], jnp.arange(t)[None]
     if segments is None:
-        first = _cut(extended(keys, 0, max(f - t, 0)), 0, f)
+        places = number if exists is None else _nth(exists, number)  # (b, f)
+        first, places = _taken(keys, places), places[:, None]
     else:
-        index = (begin[..., None] + jnp.arange(f)[None, None]).reshape(len(begin), t * f)
+        begin = _begins(segments)
+        number = jnp.broadcast_to(number, (*begin.shape, f))
+        index = _nth_of_segments(exists, begin, number).reshape(len(begin), t * f)
         same = jnp.repeat(segments, f, axis=1) == take(segments, jnp.minimum(index, t - 1))
         first = _where(same, _taken(keys, index))
         first = jax.tree.map(lambda x: x.reshape(x.shape[0], t, f, *x.shape[2:]), first)
-    return Selected(first, allowed, fading), _without_first(keys, position, f)
+        places = jnp.where(same, index, t).reshape(*begin.shape, f) - begin[..., None]
+        position = position - begin
+    fading = None
+    if keys.log_decay is not None:
+        fading = _fading_of_first(keys.log_decay, position, places, is_causal)
+    allowed = _reached(position, places) if is_causal else None
+    return Selected(first, allowed, fading), _without_first(keys, position, places)
+
+
+def existing(keys: Keys) -> Bool[Array, "b t"] | None:
+    """Keys that exist for a head; None for all."""
+    if keys.log_weights is None:
+        return None
+    return jnp.any(~jnp.isneginf(keys.log_weights), axis=-1)
+
+
+def _nth(exists: Bool[Array, "b t"], number: Int[Array, "#b f"]) -> Int[Array, "b f"]:
+    """Position of the key that has this number, from 0, among those that exist; t for none."""
+    return jnp.sum(jnp.cumsum(exists, axis=1)[..., None] <= number[:, None], axis=1)
+
+
+def _nth_of_segments(
+    exists: Bool[Array, "b t"] | None, begin: Int[Array, "b t"], number: Int[Array, "b t f"]
+) -> Int[Array, "b t f"]:
+    """Position of the key that has this number in the segment of each token; t for none."""
+    if exists is None:
+        return begin[..., None] + number
+    (b, t, f), count = number.shape, jnp.cumsum(exists, axis=1)
+    before = (
+        take(count - exists.astype(count.dtype), begin)[..., None] + number
+    )  # in all segments up to this one
+    order = jnp.argsort(~exists, axis=1, stable=True)
+    index = take(order, jnp.minimum(before, t - 1).reshape(b, t * f)).reshape(b, t, f)
+    return jnp.where(before < count[:, -1:, None], index, t)
 
 
 def _begins(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
@@ -112,22 +152,27 @@ def _begins(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
     return jax.lax.cummax(jnp.where(new, jnp.arange(segments.shape[1]), 0), axis=1)
 
 
-def _without_first(keys: Keys, position: Int[Array, "#b t"], f: int) -> Keys:
-    """Keys without the first f; these fade the others all the same."""
-    return _where(position >= f, keys)._replace(log_decay=keys.log_decay) if f else keys
+def _without_first(keys: Keys, position: Int[Array, "#b t"], places: Int[Array, "#b #t f"]) -> Keys:
+    """Keys after the first ones, at these places; these fade the others all the same."""
+    if not places.shape[-1]:
+        return keys
+    return _where(position > places[..., -1], keys)._replace(log_decay=keys.log_decay)
 
 
-def _reached(position: Int[Array, "#b t"], f: int) -> Bool[Array, "#b t f"]:
+def _reached(position: Int[Array, "#b t"], places: Int[Array, "#b #t f"]) -> Bool[Array, "#b t f"]:
     """Mask of the first keys that a causal query sees."""
-    return jnp.arange(f, dtype=position.dtype)[None, None] <= position[..., None]
+    return places <= position[..., None]
 
 
 def _fading_of_first(
-    log_decay: Float[Array, "b t k"], position: Int[Array, "#b t"], f: int, is_causal: bool = True
+    log_decay: Float[Array, "b t k"],
+    position: Int[Array, "#b t"],
+    places: Int[Array, "#b #t f"],
+    is_causal: bool = True,
 ) -> Float[Array, "b t f k"]:
     """Log-decay of the first keys for each query."""
     log_decay, begins = log_decay[:, :, None], position == 0
-    after = (position[..., None] > jnp.arange(f, dtype=position.dtype)[None, None])[..., None]
+    after = (position[..., None] > places)[..., None]
     fading = decay.since_begin(jnp.where(after, log_decay, 0.0), begins)
     if not is_causal:  # also queries before the key
         between = jnp.where(after | begins[..., None, None], 0.0, log_decay)
@@ -168,7 +213,12 @@ def stream(
     start = state.position[:, None].astype(jnp.arange(0).dtype)  # (b, 1), int64 under x64
     position = start + jnp.arange(t)[None]  # (b, t)
     filled, windows = start % w, -(-(w - 1 + t) // w)  # the most windows that t tokens touch
-    buffer = _buffer(state.near, _without_first(keys, position, f), filled, (windows + 2) * w)
+    number = jnp.arange(f)[None] - jnp.sum(state.places < NOWHERE, axis=1, keepdims=True)
+    new = jnp.where(number < 0, t, _nth(cast(Array, existing(keys)), number))  # in this call
+    new_places = jnp.where(new < t, start + new, NOWHERE).astype(jnp.int32)
+    places = jnp.minimum(state.places, new_places)
+    others = _without_first(keys, position, places[:, None])
+    buffer = _buffer(state.near, others, filled, (windows + 2) * w)
     done = (filled + t) // w * w  # tokens of the windows that this call completes
     entering = _where(jnp.arange((windows + 2) * w)[None] < done, buffer)
     if t == 1:
@@ -187,10 +237,12 @@ def stream(
         rows = State(*(take(x, w + filled + jnp.arange(t)[None]) for x in rows))
     first = state.first
     if f:
-        selected, first = _first_of_stream(state, keys, buffer, entering, position, filled, f)
+        first = _either(state.first, _taken(keys, new))
+        given = state, first, buffer, entering, position, filled, places[:, None]
+        selected, first = _first_of_stream(*given)
         rows = combine(rows, exact_rows(queries.exact, selected, scale))
     near = _taken(buffer, done + jnp.arange(2 * w)[None])
-    return rows, WindowState(far, near, first, state.position + t)
+    return rows, WindowState(far, near, first, places, state.position + t)
 
 
 def _buffer(near: Keys, new: Keys, filled: Int[Array, "b 1"], length: int) -> Keys:
@@ -227,22 +279,23 @@ def _one_token(
 
 
 def _first_of_stream(
-    state: WindowState, keys: Keys, buffer: Keys, entering: Keys, position, filled, f: int
+    state: WindowState, first: Keys, buffer: Keys, entering: Keys, position, filled, places
 ) -> tuple[Selected, Keys]:
     """The first keys as these queries see them, and as the next state has them.
 
     In a state their log-decay is the sum up to the keys that entered its far part.
     """
-    first, fading = _either(state.first, _taken(keys, jnp.arange(f)[None] - position[:, :1])), None
+    fading = None
     if (elapsed := state.first.log_decay) is not None:
         w, t, length = state.near.key.shape[1] // 2, position.shape[1], buffer.key.shape[1]
         positions = position[:, :1] - w - filled + jnp.arange(length)[None]  # of the buffer
         per_token, gone = (
-            _fading_of_first(cast(Array, x.log_decay), positions, f) for x in (buffer, entering)
+            _fading_of_first(cast(Array, x.log_decay), positions, places)
+            for x in (buffer, entering)
         )
         fading = elapsed[:, None] + take(per_token, w + filled + jnp.arange(t)[None])
         first = first._replace(log_decay=elapsed + gone[:, -1])
-    return Selected(first, _reached(position, f), fading), first
+    return Selected(first, _reached(position, places), fading), first
 
 
 def _empty(keys: Keys, nothing: State, exact: Exact) -> WindowState:
@@ -251,7 +304,8 @@ def _empty(keys: Keys, nothing: State, exact: Exact) -> WindowState:
     near, first = (
         _cut(extended(none, 0, length), s, length) for length in (2 * exact.window, exact.first)
     )
-    return WindowState(nothing, near, first, jnp.zeros((b,), jnp.int32))
+    places = jnp.full((b, exact.first), NOWHERE, jnp.int32)
+    return WindowState(nothing, near, first, places, jnp.zeros((b,), jnp.int32))
 
 
 def _either(left: Keys, right: Keys) -> Keys:

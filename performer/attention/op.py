@@ -26,6 +26,7 @@ from performer.attention.exact import (
     Selected,
     counted,
     exact_rows,
+    existing,
     first_keys,
     heavy_keys,
     stream,
@@ -234,8 +235,8 @@ def performer_attention(
             before them unless w divides these. Masked tokens count as positions: put padding at the
             end. Requires t = s, a map that estimates softmax, and `weights` of the kernel itself
             (1 / m if None).
-        exact_first: number of first keys (of each segment) that are exact for all queries. Masked
-            tokens count. Requires an `exact_window`.
+        exact_first: number of first keys (of each segment) that are exact for all queries, among
+            those that exist. Requires an `exact_window`.
         exact_keys: f > 0 computes the f keys of each head with the largest weights by e^{q.k}
             itself, for all queries, in one normaliser with the estimate of the others. Weights are
             estimated sums over all queries of the attention to a key, in O((t + s) m). The choice
@@ -467,6 +468,7 @@ def _attend(
     order = segments = None
     if packed:
         order, queries, keys, segments = _sorted(queries, keys, pairs.segments)
+    exists = existing(keys)
     selected = []  # keys that every query sees exactly
     if exact.keys and t:
         queries = queries._replace(query=moved_once(queries.query))
@@ -475,7 +477,7 @@ def _attend(
         heavy, keys = heavy_keys(fixed, queries.query, keys, nothing, exact.keys, plan)
         selected.append(heavy)
     if exact.first and t and not streams:  # a stream has them in its state
-        first, keys = first_keys(keys, exact.first, segments, is_causal)
+        first, keys = first_keys(keys, exact.first, exists, segments, is_causal)
         selected.append(first)
     if (exact.window and streams) or (t and by_position):
         ends = nothing, None if is_causal else nothing

@@ -98,7 +98,9 @@ class WindowState(NamedTuple):
     near: Keys
     """(b, 2 w, k, .): the window before the next token's, then its own, not yet full."""
     first: Keys
-    """(b, f, k, .): the first keys."""
+    """(b, f, k, .): the first keys that exist."""
+    places: Int[Array, "*b f"]
+    """Their positions; 2^31 - 1 for none yet."""
     position: Int[Array, "*b"]
     """Number of keys so far."""
 

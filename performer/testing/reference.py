@@ -99,7 +99,7 @@ def reference_attention(
     exact = np.zeros((b, n, t, s), bool)
     ids = _segments(segment_ids, b, t, s)
     if exact_window:
-        exact |= _window(ids[0], exact_window, exact_first)[:, None]
+        exact |= _window(ids[0], key_bias > -np.inf, exact_window, exact_first)[:, None]
     exact[:, :, :exact_rows] = True
     if exact_pairs is not None:
         exact |= np.asarray(exact_pairs)
@@ -275,14 +275,16 @@ def _decay(ids: np.ndarray, log_decay: np.ndarray, lead, n: int) -> np.ndarray:
     return np.where(between[:, None], per_token, 0).sum(axis=-1)
 
 
-def _window(ids: np.ndarray, window: int, first: int) -> np.ndarray:
-    """Exact pairs (b, t, t): chunks next to one another, and the first keys.
+def _window(ids: np.ndarray, exists: np.ndarray, window: int, first: int) -> np.ndarray:
+    """Exact pairs (b, t, t): chunks next to one another, and the first keys that exist.
 
     Chunks are those of the tokens sorted by segment.
     """
     chunk = np.argsort(np.argsort(ids, axis=1, kind="stable"), axis=1) // window
     near = abs(chunk[:, :, None] - chunk[:, None]) <= 1
-    return near | (_ranks(ids) < first)[:, None]
+    same = ids[:, :, None] == ids[:, None]
+    earlier = np.tril(same, -1) & np.any(exists, axis=-1)[:, None]  # existing keys before each key
+    return near | (earlier.sum(axis=-1) < first)[:, None]
 
 
 # One head

@@ -13,6 +13,7 @@ from performer import analysis, couplings
 from performer.analysis import attention_error, recommend
 from performer.attention import attention_weights
 from performer.calibration import Calibration
+from performer.testing import softmax_attention
 
 T, S, N, K, H, V, M, DRAWS = 10, 12, 4, 2, 4, 3, 6, 8
 
@@ -223,6 +224,28 @@ def test_a_window_without_features():
     want = np.sum((estimate - A) ** 2, (-2, -1)) / np.sum(A**2, (-2, -1))
     np.testing.assert_allclose(error.attention.value, want, rtol=1e-4)
     assert all(np.isfinite(leaf).all() for leaf in (*error.output, *error.row_sum))
+
+
+def test_left_padding_is_no_first_key():
+    """Far from their window all queries see the first key that exists, exactly."""
+    _, key, value = inputs()
+    query, mask = jnp.repeat(key, N // K, axis=-2), np.arange(S) >= 2
+    options: dict = dict(exact_window=1, exact_first=1, mask=mask)
+    error = attention_error(query, key, value, num_features=0, draws=3, **options)
+    estimate = np.asarray(attention_weights(query, key, None, **options), np.float64)
+    assert estimate[..., 2].all()
+    unit = np.broadcast_to(np.eye(S)[:, None], (len(key), S, K, S))
+    A = np.moveaxis(softmax_attention(query, key, unit, mask=mask), 2, 1)
+    want = np.sum((estimate - A) ** 2, (-2, -1)) / np.sum(A**2, (-2, -1))
+    np.testing.assert_allclose(error.attention.value, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nothing_is_recommended_for_what_is_no_number(bad):
+    query, key, _ = inputs(norm=0.5)
+    given = dict(coupling=gaussian, draws=3, tolerance=0.1)
+    with pytest.raises(ValueError, match="the attention error with 2 features is nan: is there a"):
+        recommend(query.at[0, 1].set(bad), key, **given)
 
 
 @pytest.mark.thorough

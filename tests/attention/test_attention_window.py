@@ -143,6 +143,54 @@ def test_decayed_first_keys_in_pieces(lengths):
     close(jnp.concatenate(outputs, axis=1), attend(*tokens, log_decay=log_decay), 1e-5)
 
 
+@pytest.mark.parametrize("lengths", [(14,), (3, 1, 10), (1,) * 14])
+@pytest.mark.parametrize("decays", [False, True])
+def test_padding_is_no_first_key(lengths, decays):
+    """Padding on the left, of other lengths in each example, whole or in pieces."""
+    *tokens, frequencies = inputs(t=14)
+    mask = np.arange(14) >= np.array([[5], [2]])
+    mask[1, 4] = False
+    given = dict(mask=mask[:, None, None])
+    if decays:
+        given["log_decay"] = random_decays()
+    attend = partial(performer_attention, is_causal=True, exact_window=3, exact_first=2)
+    exact = dict(is_causal=True, exact_window=3, exact_first=2)
+    first = np.cumsum(mask, axis=1) <= 2  # by definition, without the oracle's own count
+    want = reference_attention(
+        *tokens, frequencies, **given, is_causal=True, exact_window=3,
+        exact_pairs=(first & mask)[:, None, None],
+    )  # fmt: skip
+    np.testing.assert_allclose(
+        reference_attention(*tokens, frequencies, **given, **exact), want, atol=1e-12
+    )
+    outputs, state, begin = [], None, 0
+    for length in lengths:
+        end = begin + length
+        pieces = {
+            name: x[..., begin:end] if name == "mask" else x[:, begin:end]
+            for name, x in given.items()
+        }
+        part = [x[:, begin:end] for x in tokens]
+        output, state = attend(*part, frequencies, **pieces, initial_state=state, return_state=True)
+        outputs.append(output)
+        begin = end
+    close(jnp.concatenate(outputs, axis=1), want, 1e-5)
+    if len(lengths) == 1:
+        close(attend(*tokens, frequencies, **given), want, 1e-5)
+
+
+def test_padding_is_no_first_key_of_a_segment():
+    *tokens, frequencies = inputs(t=14)
+    mask = np.ones((2, 14), bool)
+    mask[0, :2] = mask[:, 5:7] = mask[1, 9] = False
+    ids = np.repeat([[0, 1, 2]], [5, 3, 6], axis=1).repeat(2, axis=0)
+    exact = dict(exact_window=2, exact_first=2, segment_ids=ids, mask=mask[:, None, None])
+    for is_causal in (True, False):
+        want = reference_attention(*tokens, frequencies, **exact, is_causal=is_causal)
+        got = performer_attention(*tokens, frequencies, **exact, is_causal=is_causal)
+        close(got, want, 1e-5)
+
+
 # Extremes
 
 

@@ -137,6 +137,21 @@ def test_without_any_pair_nothing_changes():
     np.testing.assert_array_equal(nothing[:, 0, 0], 0)
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (dict(query=QUERY.at[0, 1].set(np.nan)), "not finite: is there a NaN, an infinity"),
+        (dict(query=QUERY.at[1, 0, 0, 0].set(np.inf)), "not finite"),
+        (dict(key=KEY.at[1, 2].set(1e20)), "not finite"),
+        (dict(mask=np.zeros(7, bool)), "no query has a key"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(bad, message):
+    """The calibration would be the identity."""
+    with pytest.raises(ValueError, match=message):
+        calibrate(**dict(query=QUERY, key=KEY) | bad)
+
+
 def a_function(key, m, d):
     return jax.random.normal(key, (m, d), jnp.float32)
 
