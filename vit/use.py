@@ -135,15 +135,22 @@ class Trained:
         logits, features = _outputs(self.model, np.pad(pixels, padding))
         return np.asarray(logits)[: len(pixels)], np.asarray(features)[: len(pixels)]
 
-    def pixels(self, image: Any) -> UInt8[np.ndarray, "size size c"]:
+    def pixels(self, image: Any, bits: int = 16) -> UInt8[np.ndarray, "size size c"]:
         """Return the input of the model for one image, given as in `predict`.
+
+        Args:
+            image: as in `predict`.
+            bits: bits of the grey values of a file that stores them in 16.
 
         Raises:
             ValueError: for an input that is no image; the message names it.
         """
         is_file = isinstance(image, str | os.PathLike)
         try:
-            content = upright(read(Path(image))) if is_file else checked(image)
+            if is_file and bits < 16:
+                content = checked(augment.open_image(read(Path(image)), bits))
+            else:
+                content = upright(read(Path(image))) if is_file else checked(image)
             return data.evaluated_pixels(content, self.config.data, self.channels)
         except Exception as error:  # PIL raises many kinds for broken files
             name = image if is_file else "an array"

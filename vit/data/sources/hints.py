@@ -1,0 +1,303 @@
+"""What may be meant by a folder that follows no convention, as a command.
+
+These are guesses. They stand in messages, never in a data set: each is read first, and the first
+that can be read is shown.
+"""
+
+import contextlib
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from vit.config.cli import command
+from vit.data.sources import arrays, parquet, tables
+from vit.data.sources.folders import folders, pictures
+from vit.data.sources.source import Source, is_picture
+from vit.data.sources.words import NONE, SPLITS, Words, filled
+
+Guess = tuple[Path, Words]
+
+LABELS = "label", "labels", "class", "classid", "category", "target", "species", "breed", "dx"
+"""Usual names of the column of classes."""
+COLUMNS = "split", "subset", "set", "partition", "is_train", "is_training"
+"""Usual names of the column of splits."""
+GROUPS = re.compile("patient|lesion|subject|group|person")
+"""Words in the name of a column whose equal entries are pictures of one object."""
+PARTS = {
+    "train": "train",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+    "test": "test",
+}
+"""Split of a word by its beginning."""
+LONGEST = 64 * 2**20
+"""Bytes of a table that is looked at."""
+FOREIGN = {
+    "*.tfrecord*": "TFRecords are not read: prepare the data set with TFDS, tfds build"
+    " --file_format=array_record, and train on it with --config.data.name and --config.data.dir",
+    "data_batch_*": "pickled files may run code and are not read: store the arrays with"
+    " numpy.savez('cifar.npz', x_train=..., y_train=..., x_test=..., y_test=...)",
+    "*.pkl": "pickled files may run code and are not read: store arrays x_train, y_train, ... with"
+    " numpy.savez",
+    "*.h5": "HDF5 is not read: store arrays x_train, y_train, ... with numpy.savez",
+    "*.mat": "MATLAB's files are not read: write a table with the file and the class of each"
+    " picture for --table",
+    "*.tar": "tar files, as WebDataset's, are not read: unpack them, and write a table with the"
+    " file and the class of each picture for --table",
+}
+"""Files of other formats, and what to do with them."""
+DIGITS = (
+    "import numpy as n; a = n.loadtxt({table!r}, n.uint8, delimiter=',', skiprows=1);"
+    " n.savez({out!r}, x_train=a[:, 1:].reshape(-1, {side}, {side}), y_train=a[:, 0])"
+)
+FLOWERS = (
+    "import scipy.io as s; d = {folder!r}; y = s.loadmat(d + '/imagelabels')['labels'][0];"
+    " p = s.loadmat(d + '/setid'); rows = [(f'{{i:05}}', str(y[i - 1]), k) for k in ('trnid',"
+    " 'valid', 'tstid') for i in p[k][0]]; open(d + '/labels.csv', 'w').write(chr(10).join("
+    "map(','.join, [('id', 'label', 'part'), *rows])))"
+)
+"""Programs that write what is not read as a file that is read."""
+
+
+def hint(folder: Path, read: Callable[[Path, Words], Source]) -> str:
+    """Return the end of a message: the command that is probably meant, or what to do.
+
+    Args:
+        folder: folder of the source.
+        read: the reader, which raises ValueError if a guess cannot be read.
+    """
+    if written := _written(folder):
+        return written
+    several: list[str] = []
+    for source, words in guesses(folder, several):
+        try:
+            read(source, words)
+            return f". Probably meant: {command('prepare', source=source, **words.flags())}"
+        except ValueError as error:
+            several += [str(error)] * ("a picture has one class" in str(error))
+    foreign = [what for pattern, what in FOREIGN.items() if any(folder.glob(pattern))]
+    if reasons := [*several, *foreign, *filter(None, [unpack(folder)])]:
+        return f". {reasons[0]}"
+    write = ". Put the pictures of each class into a folder, or write a table of them for --table"
+    return write * bool(pictures(folder))
+
+
+def unpack(path: Path) -> str:
+    """Return how the archives at a path or in it are unpacked; "" if there are none."""
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if re.search(r"\.(zip|tgz|tar\.\w+|7z|rar)$", file.name.lower()):
+            program = "unzip" if file.suffix.lower() == ".zip" else "tar xf"
+            return f"Archives are not read: unpack {file.name} first, as with {program} {file}"
+    return ""
+
+
+def _written(folder: Path) -> str:
+    """Return two commands for what a short program must write in another form."""
+    program, words = "", NONE
+    if (folder / "imagelabels.mat").exists() and (folder / "setid.mat").exists():  # flowers-102
+        program = FLOWERS.format(folder=str(folder))
+        splits = ("trnid:train", "valid:validation", "tstid:test")
+        words = Words(("labels.csv",), "jpg/image_{id}.jpg", "{label}", "{part}", splits)
+    for path in filter(Path.is_file, folder.glob("*.csv")):
+        head = path.open(errors="replace").readline().split(",")
+        side = round((len(head) - 1) ** 0.5)
+        if head[0] == "label" and side > 1 and side**2 == len(head) - 1:
+            program = DIGITS.format(table=str(path), out=str(path.with_suffix(".npz")), side=side)
+    if not program:
+        return ""
+    then = command("prepare", source=folder, **words.flags())
+    return f". Probably meant: python -c {shlex.quote(program)} && {then}"
+
+
+def guesses(folder: Path, several: list[str]) -> Iterator[Guess]:
+    """Yield what may be meant, the likeliest first.
+
+    Args:
+        folder: folder of the source.
+        several: receives a sentence on each table with several classes for a picture.
+    """
+    yield from ((folder, words) for words in (*_PUBLISHED, *_arrays(folder)))
+    described = list(_tables(folder, several))
+    usual = [x for x in described if x.label.strip("{}").lower() in LABELS]
+    usual += [x for x in described if ":folder" in x.label]
+    yield from ((folder, words) for words in usual)
+    yield from _folders(folder)
+    yield from ((folder, words) for words in described)
+
+
+_JOINED = {"split": "{2}", "splits": ("1:train", "0:test"), "no_header": True}
+_PUBLISHED = (
+    Words(("images.txt+train_test_split.txt",), "images/{1}", "{1:folder}", **_JOINED),
+    Words(
+        ("val/val_annotations.txt:validation",),
+        "val/images/{0}",
+        "{1}",
+        no_header=True,
+        classes=("train",),
+    ),
+    Words(
+        ("list_attr_celeba.csv+list_eval_partition.csv",),
+        "img_align_celeba/img_align_celeba/{image_id}",
+        "{Smiling}",
+        "{partition}",
+        ("0:train", "1:validation", "2:test"),
+    ),
+)
+"""CUB-200-2011, Tiny ImageNet, and CelebA with one of its attributes."""
+
+
+def _arrays(folder: Path) -> Iterator[Words]:
+    """Yield arrays of pictures in npz files, and columns of parquet files."""
+    with contextlib.suppress(ValueError):
+        for path in sorted(folder.glob("*.npz"))[:1]:
+            members = arrays.loaded(path)
+            for image, x in members.items():
+                is_image = x.ndim > 2 and x.dtype == np.uint8
+                labels = [k for k, y in members.items() if is_image and y.shape == x.shape[:1]]
+                yield from (Words(images=(image,), labels=(label,)) for label in labels)
+        for path in parquet.paths(folder)[:1]:
+            images, labels = parquet.fitting(path)
+            labels = sorted(labels, key=lambda x: x.lower() not in LABELS)
+            yield from (Words(images=(x,), labels=(y,)) for x in images for y in labels)
+
+
+def _folders(folder: Path) -> Iterator[Guess]:
+    """Yield the levels of folders that may be classes."""
+    tops = [path for path in folders(folder) if pictures(path)]
+    levels = [_level(path) for path in tops]
+    inner = [(top, x) for top, x in zip(tops, levels, strict=True) if len(_below(x)) > 1]
+    names = [str(level.relative_to(folder)) for _, level in inner]
+    parts = [_part(top.name) for top, _ in inner]
+    if "train" in parts and len({*parts} - {""}) == len(parts) > 1:
+        yield folder, Words(classes=[f"{x}:{part}" for x, part in zip(names, parts, strict=True)])
+    if len(inner) > 1 and len({re.sub(r"\d+", "", top.name) for top, _ in inner}) == 1:
+        yield folder, Words(classes=names)
+    if len(inner) > 1:
+        yield from ((folder, Words(classes=(name,))) for name in names)
+    if len(tops) > 1 and not inner:
+        yield folder, Words(classes=(".",))
+    for path in levels:
+        yield path, NONE
+        yield path.parent, NONE
+        yield from _folders(path)
+
+
+def _below(folder: Path) -> list[Path]:
+    return [path for path in folders(folder) if pictures(path)]
+
+
+def _level(folder: Path) -> Path:
+    """Return the first folder, this one or below it, that has not one folder of pictures alone."""
+    below = _below(folder)
+    is_passed = len(below) == 1 and not any(map(is_picture, folder.iterdir()))
+    return _level(below[0]) if is_passed else folder
+
+
+def _part(name: str) -> str:
+    """Return the split that a name may mean; "" for none."""
+    words = re.findall("[a-z]+", name.lower())
+    return next((PARTS[x] for word in words for x in PARTS if word.startswith(x)), "")
+
+
+def _tables(folder: Path, several: list[str]) -> Iterator[Words]:
+    """Yield words for the tables near a folder that name pictures.
+
+    Tables of the same columns whose names mean different splits are one.
+    """
+    index: dict[str, list[str]] = defaultdict(list)
+    for path in pictures(folder):
+        for name in {path.name, path.stem}:
+            index[name].append(path.relative_to(folder).as_posix())
+    described: dict[Words, list[str]] = defaultdict(list)
+    for path in sorted([*folder.glob("*.*"), *folder.glob("*/*.*")]):
+        is_table = path.suffix in (".csv", ".tsv", ".txt", ".jsonl", ".parquet")
+        if is_table and path.stat().st_size < LONGEST and "submission" not in path.stem:
+            with contextlib.suppress(ValueError):
+                for words in _described(path, index, several):
+                    described[words].append(str(path.relative_to(folder)))
+    for words, names in described.items():
+        parts = [_part(name) for name in names]
+        if "train" in parts and len({*parts} - {""}) == len(parts) > 1:
+            names = [f"{name}:{part}" for name, part in zip(names, parts, strict=True)]
+            yield words._replace(table=tuple(names))
+        yield from (words._replace(table=(name,)) for name in names)
+
+
+def _described(path: Path, index: dict[str, list[str]], several: list[str]) -> Iterator[Words]:
+    """Yield words for a table: a column that names pictures, and one that may have the classes."""
+    table = tables.load(path)
+    is_head = not any(x.rpartition("/")[2] in index for x in table.columns)
+    table = table if is_head else tables.load(path, has_header=False)
+    entries = dict(zip(table.columns, zip(*table.rows, strict=True), strict=True))
+    found = {
+        name: x for name, each in entries.items() if name and (x := _picture(name, each, index))
+    }
+    most = max((x.number for x in found.values()), default=0)  # numbers of classes are few
+    named = {name: x for name, x in found.items() if x.number == most}
+    others = {name: each for name, each in entries.items() if name not in named}
+    hot = [name for name, each in others.items() if {*each} in ({"0", "1"}, {"0.0", "1.0"})]
+    if named and len(hot) > 2 and len(hot) == len(others):
+        several.append(
+            f"{path} has a column for each class, but a picture has one class: write its name into"
+            " one column"
+        )
+        return
+    for column, (picture, _, missing) in named.items():
+        group = next((f"{{{x}}}" for x in others if GROUPS.search(x.lower())), "")
+        words = Words((), picture, group=group, no_header=not is_head, max_missing=missing)
+        for name, each in others.items():
+            splits = {x: _split(name, x) for x in dict.fromkeys(each)}
+            if name.lower() in COLUMNS and all(splits.values()):
+                said = tuple(f"{x}:{split}" for x, split in splits.items())
+                said = () if splits.keys() <= SPLITS.keys() else said
+                words = words._replace(split=f"{{{name}}}", splits=said)
+        for name in sorted(others, key=lambda x: x.lower() not in LABELS):
+            is_usual = name.lower() in LABELS
+            if 1 < len({*others[name]}) < len(table.rows) + is_usual:
+                yield words._replace(label=f"{{{name}}}")
+        if all("/" in entry for entry in entries[column]):
+            yield words._replace(label=f"{{{column}:folder}}")
+
+
+def _split(column: str, word: str) -> str:
+    """Return the split that a word of a column may mean; "" for none."""
+    numbers = (
+        {"1": "train", "0": "test"}
+        if "train" in column.lower()
+        else {"0": "train", "1": "validation", "2": "test"}
+    )
+    return numbers.get(word) or _part(word)
+
+
+class _Picture(NamedTuple):
+    """Template of a column, the number of pictures, and the share of rows without one."""
+
+    template: str
+    number: int
+    missing: float
+
+
+def _picture(column: str, entries: tuple[str, ...], index: dict[str, list[str]]) -> _Picture | None:
+    """Return the template of a column that names pictures in most rows."""
+    for form in (f"{{{column}}}", f"{{{column}:name}}"):
+        forms, named, hits = set(), set(), 0
+        for entry in entries:
+            value = filled(form, {column: entry})
+            paths = [x for x in index.get(value.rpartition("/")[2], []) if value in x]
+            hits += bool(paths)
+            named |= {*paths[:1]}
+            forms |= {x.rpartition(value)[::2] for x in paths[:1]}
+        suffixes = {end for _, end in forms}
+        folders = [start.split("/") for start, _ in forms]
+        if 2 * hits >= len(entries) and len(suffixes) == len({*map(len, folders)}) == 1:
+            parts = zip(*folders, strict=True)
+            start = "/".join(x[0] if len({*x}) == 1 else "*" for x in parts)
+            missing = -(-100 * (len(entries) - hits) // len(entries)) / 100
+            return _Picture(f"{start}{form}{suffixes.pop()}", len(named), missing)
+    return None
