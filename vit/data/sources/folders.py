@@ -80,15 +80,15 @@ def read(source: Path, _: Words) -> Source:
     named = {path.name: classes(path) for path in tops if path.name in SPLITS}
     parts = {name: by_class for name, by_class in named.items() if by_class}
     if named and "train" not in parts:
-        first = min(parts.keys() or named.keys())
+        first = source / min(parts or named)
         raise Unsaid(
-            f"{source / first} {'is' if parts else 'holds pictures and no class folders, so it is'}"
-            " no split next to a folder train of class folders"
+            f"{first} has the name of a split, but "
+            + ("no train is next to it" if parts else "holds pictures, not class folders")
         )
     mixed = parts and _holds_pictures(source / "train")
     for path in tops:
         if parts and path.name not in SPLITS and (mixed or parts["train"].keys() & classes(path)):
-            raise Unsaid(f"{path} may be a class or a split next to train")
+            raise Unsaid(f"{path} next to {source / 'train'} may be a class, or another split")
     parts = parts or {"": classes(source)}
     _check_names(source, parts.get("", {}))
     for name, by_class in parts.items():

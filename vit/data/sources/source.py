@@ -14,6 +14,8 @@ from vit.data.classes import in_order
 
 Part = TypeVar("Part")
 
+ORDER = "train", "validation", "test"
+"""The splits in order."""
 READ = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp")
 SUFFIXES = (*READ, ".tif", ".tiff", ".heic", ".avif")
 """Suffixes of pictures; those that cannot be read are named and counted, not ignored."""
@@ -123,7 +125,8 @@ def checked(folder: Path, source: Source) -> Source:
         ValueError: if there is no training split or only one class, if training lacks a class of
             another split, or if names of classes cannot be written, or name several classes.
     """
-    counts = {split: Counter(x.label for x in f()) for split, f in source.splits.items()}
+    splits = {split: source.splits[split] for split in ORDER if split in source.splits}
+    counts = {split: Counter(x.label for x in f()) for split, f in splits.items()}
     if not counts.get("train"):
         raise ValueError(f"{folder} has no training split, but {', '.join(counts) or 'none'}")
     names = source.class_names or in_order(counts["train"])
@@ -145,7 +148,7 @@ def checked(folder: Path, source: Source) -> Source:
         raise Unsaid(
             f"{folder} has pictures of one class only, {names[0]!r}: there is nothing to classify"
         )
-    return source._replace(class_names=names, counts=counts)
+    return source._replace(splits=splits, class_names=names, counts=counts)
 
 
 def _is_several(name: str, names: set[str]) -> bool:

@@ -36,7 +36,7 @@ class Words(NamedTuple):
         split: split of a row, as '{part}', instead of the split of its table
         splits: splits of the words of --split, as 0:train,1:validation,2:none; none leaves out
         group: rows with the same value stay on one side of the hold-out, as '{patient}'
-        no_header: tables have no header; their columns are {0}, {1}, ...
+        no_header: tables have no header; their columns are {0}, {1} and so on
         max_missing: share of the rows that may name no picture; they are listed and left out
         classes: folders whose folders are the classes, as color, or a:train,b:test; . is --source
         images: array of the pictures in npz files, as imgs or imgs_train:train,imgs_test:test, or
