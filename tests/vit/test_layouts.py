@@ -311,6 +311,19 @@ COMMANDS = {
         want(),
         "--classes=images",
     ),
+    "the classes again in a folder": (
+        classed("{1}/{0}.jpg") | classed("flowers/{1}/{0}.jpg"),
+        want(),
+        "x/flowers",
+    ),
+    "arrays of splits in two files": (
+        lambda folder: [
+            npz(folder, f"{part}.npz", x=images(shades), y=labels(shades))
+            for part, shades in (("train", TRAIN), ("test", TEST))
+        ],
+        IN_BOTH,
+        "--images=test.npz/x:test,train.npz/x:train",
+    ),
     "one folder more": (classed("archive/{1}/{0}.jpg"), want(), "/archive"),
     "train/train": (classed("train/train/{1}/{0}.jpg"), want(), "/train"),
     "splits in a folder": (parted("archive/data/train", "archive/data/test"), BOTH, "archive/data"),

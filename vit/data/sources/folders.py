@@ -15,17 +15,14 @@ from pathlib import Path
 
 from vit.data.classes import word
 from vit.data.sources.source import Example, Source, Unsaid, by_split, content, is_picture
-from vit.data.sources.words import SPLITS, Words, with_splits
+from vit.data.sources.words import LIKE_SPLITS, SPLITS, Words, with_splits
 
 Classes = dict[str, list[Path]]
 """The pictures of each class."""
 
 
-_SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
-_PARTS = re.compile(
-    rf"(?<![a-z])({'|'.join(_SPLITS)}|part|batch|fold|images|imgs|photos|pictures|masks)(?![a-z])"
-)
-"""Names of folders that may be no classes: any of the first, or all with a word of the others."""
+_PARTS = re.compile(r"(?<![a-z])(part|batch|fold|images|imgs|photos|pictures|masks)(?![a-z])")
+"""Words in names of folders that are no classes, if all have one."""
 SHOWN = 40
 """Most classes that are listed one by one."""
 
@@ -76,21 +73,20 @@ def read(source: Path, _: Words) -> Source:
         Unsaid: if the layout is neither.
         ValueError: if two folders are the same split or class.
     """
-    tops = [path for path in folders(source) if pictures(path)]
-    named = {path.name: classes(path) for path in tops if path.name in SPLITS}
+    tops = classes(source)
+    named = {name: classes(source / name) for name in SPLITS if name in tops}
     parts = {name: by_class for name, by_class in named.items() if by_class}
     if named and "train" not in parts:
         first = source / min(parts or named)
-        raise Unsaid(
-            f"{first} has the name of a split, but "
-            + ("no train is next to it" if parts else "holds pictures, not class folders")
-        )
+        cause = "no train is next to it" if parts else "holds pictures, not class folders"
+        raise Unsaid(f"{first} has the name of a split, but {cause}")
     mixed = parts and _holds_pictures(source / "train")
-    for path in tops:
-        if parts and path.name not in SPLITS and (mixed or parts["train"].keys() & classes(path)):
-            raise Unsaid(f"{path} next to {source / 'train'} may be a class, or another split")
-    parts = parts or {"": classes(source)}
-    _check_names(source, parts.get("", {}))
+    for name in tops.keys() - SPLITS.keys() if parts else ():
+        if mixed or parts["train"].keys() & classes(source / name):
+            raise Unsaid(f"{source / name} next to {source / 'train'} may be a class, or a split")
+    if not parts:
+        _check_names(source, tops)
+        parts = {"": tops}
     for name, by_class in parts.items():
         _check_depth(source / name, by_class)
     splits = by_split(source, ((SPLITS.get(k, "train"), f"{k}/", x) for k, x in parts.items()))
@@ -121,20 +117,23 @@ def read_said(source: Path, words: Words) -> Source:
 def _check_names(folder: Path, by_class: Classes) -> None:
     """Raise Unsaid if folders have the names of parts of a data set: they may be no classes."""
     names = [name.lower() for name in by_class]
-    if len(names) > 1 and (_SPLITS & {*names} or all(map(_PARTS.search, names))):
+    is_part = any(map(LIKE_SPLITS.fullmatch, names))
+    is_part |= all(LIKE_SPLITS.search(name) or _PARTS.search(name) for name in names)
+    if len(names) > 1 and is_part:
         raise Unsaid(f"{folder} holds the folders {', '.join(by_class)}, which may be no classes")
 
 
-def _check_depth(folder: Path, by_class: Mapping[str, list[Path]]) -> None:
-    """Raise Unsaid if two classes have a folder of the same name: that level may be the classes."""
-    owner: dict[str, str] = {}
+def _check_depth(folder: Path, by_class: Classes) -> None:
+    """Raise Unsaid if a folder below a class has the name of another class, or of one below it."""
+    owner = {label: label for label in by_class}
     top = len(folder.parts)
     for label, paths in by_class.items():
-        for name in {part for path in paths for part in path.parts[top + 1 : -1]}:
-            if owner.setdefault(name, label) != label:
+        for name in sorted({part for path in paths for part in path.parts[top + 1 : -1]}):
+            if (other := owner.setdefault(name, label)) != label:
+                both = f"{label}/ and {other}/" if other != name else f"{label}/ and next to it"
                 raise Unsaid(
-                    f"in {folder} the folders {owner[name]} and {label} hold folders of the same"
-                    f" name, {name}: which are the classes?"
+                    f"in {folder} folders of the same name {name} are in {both}: which are the"
+                    " classes?"
                 )
 
 

@@ -18,6 +18,9 @@ INSPECTED = 10_000
 """Files that are looked at for a hint."""
 
 
+METADATA = "Hugging Face's metadata"
+
+
 def _metadata(folder: Path) -> list[Path]:
     places = folder, *(folder / split for split in SPLITS)
     return [place / name for place in places for name in tables.NAMES if (place / name).exists()]
@@ -32,7 +35,7 @@ CONVENTIONS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Words], Sour
     "IDX files": (lambda x: [*x.glob("*-images?idx3-ubyte*")], arrays.read_idx_folder),
     "npz files": (lambda x: [*x.glob("*.npz")], arrays.read_npz),
     "parquet files": (parquet.paths, parquet.read),
-    "Hugging Face's metadata": (_metadata, tables.read_metadata),
+    METADATA: (_metadata, tables.read_metadata),
     "class folders": (_folders, folders.read),
 }
 """Name -> detection, and the reader of a folder."""
@@ -58,13 +61,13 @@ def read(folder: Path, words: Words = NONE) -> Source:
 def read_as(folder: Path, words: Words) -> Source:
     """Read a folder as the words or the conventions say; raise Unsaid if neither do."""
     check(words)
-    described = words._replace(bits=NONE.bits) != NONE
+    described = words._replace(bits=NONE.bits, max_missing=0.0) != NONE
     return checked(folder, _said(folder, words) if described else _conventional(folder, words))
 
 
 def _conventional(folder: Path, words: Words) -> Source:
     shown = [name for name, (shows, _) in CONVENTIONS.items() if shows(folder)]
-    if len(shown) > 1 and shown[-2:] == ["Hugging Face's metadata", "class folders"]:
+    if len(shown) > 1 and shown[-2] == METADATA and _folders(folder):
         shown.pop()  # the folders of its pictures are no classes
     if len(shown) > 1:
         raise Unsaid(f"{folder} holds {' and '.join(shown)}: which are the data set?")
@@ -72,6 +75,8 @@ def _conventional(folder: Path, words: Words) -> Source:
         number = sum(is_picture(path) for path in folder.iterdir())
         alone = f" ({number} pictures without classes)" * bool(number)
         raise Unsaid(f"{folder} holds none of these{alone}: {', '.join(CONVENTIONS)}")
+    if words.max_missing and shown[0] != METADATA:
+        raise ValueError(f"--max_missing is for tables, and {folder} holds {shown[0]}")
     return CONVENTIONS[shown[0]][1](folder, words)
 
 

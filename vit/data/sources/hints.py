@@ -5,6 +5,7 @@ that can be read is shown.
 """
 
 import contextlib
+import itertools
 import re
 import shlex
 from collections import defaultdict
@@ -20,7 +21,8 @@ from vit.data.sources.folders import folders, pictures
 from vit.data.sources.source import Source, is_picture
 from vit.data.sources.words import NONE, SPLITS, Words, filled
 
-Guess = tuple[Path, Words]
+Guess = tuple[Path, Words] | str
+"""A folder and words that may be meant, or a sentence on why none can be."""
 
 LABELS = "label", "labels", "class", "classid", "category", "target", "species", "breed", "dx"
 """Usual names of the column of classes."""
@@ -36,6 +38,8 @@ PARTS = {
     "test": "test",
 }
 """Split of a word by its beginning."""
+FEW = 4
+"""Folders that are looked into."""
 LONGEST = 64 * 2**20
 """Bytes of a table that is looked at."""
 FOREIGN = {
@@ -74,18 +78,21 @@ def hint(folder: Path, read: Callable[[Path, Words], Source]) -> str:
     """
     if written := _written(folder):
         return written
-    several: list[str] = []
-    for source, words in guesses(folder, several):
+    reasons = []
+    for guess in guesses(folder):
         try:
-            read(source, words)
+            if isinstance(guess, str):
+                raise ValueError(guess)
+            read(*guess)
+            source, words = guess
             return f". Probably meant: {command('prepare', source=source, **words.flags())}"
         except ValueError as error:
-            several += [str(error)] * ("a picture has one class" in str(error))
-    foreign = [what for pattern, what in FOREIGN.items() if any(folder.glob(pattern))]
-    if reasons := [*several, *foreign, *filter(None, [unpack(folder)])]:
-        return f". {reasons[0]}"
-    write = ". Put the pictures of each class into a folder, or write a table of them for --table"
-    return write * bool(pictures(folder))
+            reasons += [str(error)] * ("a picture has one class" in str(error))
+    reasons += [what for pattern, what in FOREIGN.items() if any(folder.glob(pattern))]
+    reasons += filter(None, [unpack(folder)])
+    if any(pictures(folder)):
+        reasons.append("Put the pictures of each class into a folder, or write a table for --table")
+    return f". {reasons[0]}" if reasons else ""
 
 
 def unpack(path: Path) -> str:
@@ -105,7 +112,8 @@ def _written(folder: Path) -> str:
         splits = ("trnid:train", "valid:validation", "tstid:test")
         words = Words(("labels.csv",), "jpg/image_{id}.jpg", "{label}", "{part}", splits)
     for path in filter(Path.is_file, folder.glob("*.csv")):
-        head = path.open(errors="replace").readline().split(",")
+        with path.open(errors="replace") as file:
+            head = file.readline().split(",")
         side = round((len(head) - 1) ** 0.5)
         if head[0] == "label" and side > 1 and side**2 == len(head) - 1:
             program = DIGITS.format(table=str(path), out=str(path.with_suffix(".npz")), side=side)
@@ -115,18 +123,15 @@ def _written(folder: Path) -> str:
     return f". Probably meant: python -c {shlex.quote(program)} && {then}"
 
 
-def guesses(folder: Path, several: list[str]) -> Iterator[Guess]:
-    """Yield what may be meant, the likeliest first.
-
-    Args:
-        folder: folder of the source.
-        several: receives a sentence on each table with several classes for a picture.
-    """
+def guesses(folder: Path) -> Iterator[Guess]:
+    """Yield what may be meant, the likeliest first."""
     yield from ((folder, words) for words in (*_PUBLISHED, *_arrays(folder)))
-    described = list(_tables(folder, several))
-    usual = [x for x in described if x.label.strip("{}").lower() in LABELS]
-    usual += [x for x in described if ":folder" in x.label]
-    yield from ((folder, words) for words in usual)
+    tables = list(_tables(folder))
+    yield from (x for x in tables if isinstance(x, str))
+    described = [x for x in tables if isinstance(x, Words)]
+    described.sort(key=lambda x: (x.label.strip("{}").lower() not in LABELS, ":" not in x.label))
+    first = [x for x in described if x.label.strip("{}").lower() in LABELS or ":" in x.label]
+    yield from ((folder, words) for words in first)
     yield from _folders(folder)
     yield from ((folder, words) for words in described)
 
@@ -155,12 +160,19 @@ _PUBLISHED = (
 def _arrays(folder: Path) -> Iterator[Words]:
     """Yield arrays of pictures in npz files, and columns of parquet files."""
     with contextlib.suppress(ValueError):
-        for path in sorted(folder.glob("*.npz"))[:1]:
+        pairs: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        paths = sorted(folder.glob("*.npz"))
+        for path in paths:
+            place = f"{path.name}/" * (len(paths) > 1)
             members = arrays.loaded(path)
-            for image, x in members.items():
-                is_image = x.ndim > 2 and x.dtype == np.uint8
-                labels = [k for k, y in members.items() if is_image and y.shape == x.shape[:1]]
-                yield from (Words(images=(image,), labels=(label,)) for label in labels)
+            for (image, x), (label, y) in itertools.product(members.items(), repeat=2):
+                if x.ndim > 2 and x.dtype == np.uint8 and y.shape == x.shape[:1]:
+                    part = _part(image) or _part(path.stem) or "train"
+                    pairs[part].append((place + image, place + label))
+        for each in zip(*pairs.values(), strict=False):  # the first pair of each split, ...
+            parts = [f":{part}" * (len(pairs) > 1) for part in pairs]
+            images, labels = ([x[i] + y for x, y in zip(each, parts, strict=True)] for i in (0, 1))
+            yield Words(images=images, labels=labels)
         for path in parquet.paths(folder)[:1]:
             images, labels = parquet.fitting(path)
             labels = sorted(labels, key=lambda x: x.lower() not in LABELS)
@@ -182,10 +194,10 @@ def _folders(folder: Path) -> Iterator[Guess]:
         yield from ((folder, Words(classes=(name,))) for name in names)
     if len(tops) > 1 and not inner:
         yield folder, Words(classes=(".",))
-    for path in levels:
-        yield path, NONE
-        yield path.parent, NONE
-        yield from _folders(path)
+    pairs = sorted(zip(tops, levels, strict=True), key=lambda x: len(_below(x[1])) < 2)
+    for top, level in pairs[:FEW]:
+        yield from ((path, NONE) for path in dict.fromkeys((level, level.parent, top)))
+        yield from _folders(level)
 
 
 def _below(folder: Path) -> list[Path]:
@@ -205,7 +217,7 @@ def _part(name: str) -> str:
     return next((PARTS[x] for word in words for x in PARTS if word.startswith(x)), "")
 
 
-def _tables(folder: Path, several: list[str]) -> Iterator[Words]:
+def _tables(folder: Path) -> Iterator[Words | str]:
     """Yield words for the tables near a folder that name pictures.
 
     Tables of the same columns whose names mean different splits are one.
@@ -214,14 +226,17 @@ def _tables(folder: Path, several: list[str]) -> Iterator[Words]:
     for path in pictures(folder):
         for name in {path.name, path.stem}:
             index[name].append(path.relative_to(folder).as_posix())
-    described: dict[Words, list[str]] = defaultdict(list)
+    described: dict[Words | str, list[str]] = defaultdict(list)
     for path in sorted([*folder.glob("*.*"), *folder.glob("*/*.*")]):
         is_table = path.suffix in (".csv", ".tsv", ".txt", ".jsonl", ".parquet")
         if is_table and path.stat().st_size < LONGEST and "submission" not in path.stem:
             with contextlib.suppress(ValueError):
-                for words in _described(path, index, several):
+                for words in _described(path, index):
                     described[words].append(str(path.relative_to(folder)))
     for words, names in described.items():
+        if isinstance(words, str):
+            yield words
+            continue
         parts = [_part(name) for name in names]
         if "train" in parts and len({*parts} - {""}) == len(parts) > 1:
             names = [f"{name}:{part}" for name, part in zip(names, parts, strict=True)]
@@ -229,7 +244,7 @@ def _tables(folder: Path, several: list[str]) -> Iterator[Words]:
         yield from (words._replace(table=(name,)) for name in names)
 
 
-def _described(path: Path, index: dict[str, list[str]], several: list[str]) -> Iterator[Words]:
+def _described(path: Path, index: dict[str, list[str]]) -> Iterator[Words | str]:
     """Yield words for a table: a column that names pictures, and one that may have the classes."""
     table = tables.load(path)
     is_head = not any(x.rpartition("/")[2] in index for x in table.columns)
@@ -243,7 +258,7 @@ def _described(path: Path, index: dict[str, list[str]], several: list[str]) -> I
     others = {name: each for name, each in entries.items() if name not in named}
     hot = [name for name, each in others.items() if {*each} in ({"0", "1"}, {"0.0", "1.0"})]
     if named and len(hot) > 2 and len(hot) == len(others):
-        several.append(
+        yield (
             f"{path} has a column for each class, but a picture has one class: write its name into"
             " one column"
         )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from vit.data.classes import in_order, word
 from vit.data.sources.source import Example, Source, Unsaid, ordered, reading
 from vit.data.sources.tables import NAMES
-from vit.data.sources.words import SPLITS, Words
+from vit.data.sources.words import LIKE_SPLITS, SPLITS, Words
 from vit.run import files
 
 
@@ -35,7 +35,7 @@ def read(source: Path, words: Words) -> Source:
         Unsaid: if no metadata name the columns, and none are said.
         ValueError: if a file cannot be read, or has no pictures or classes.
     """
-    split_of = _splits(paths(source))
+    split_of = _splits(source)
     files = {path: _file(path, words) for path in split_of}
     classes = ordered({str(path): file.names for path, file in files.items()})
 
@@ -59,14 +59,19 @@ def _bytes(encoded: bytes | None, content: Any) -> bytes:
     return encoded
 
 
-def _splits(paths: list[Path]) -> dict[Path, str]:
+def _splits(source: Path) -> dict[Path, str]:
     """Return the split of each file, those of training first."""
+    below = {path: path.relative_to(source).with_suffix("") for path in paths(source)}
     named = {
-        path: SPLITS.get(path.stem.split("-")[0]) or SPLITS.get(path.parent.name) for path in paths
+        path: SPLITS.get(x.name.split("-")[0]) or SPLITS.get(x.parent.name)
+        for path, x in below.items()
     }
-    if None in named.values() and any(named.values()):
-        unnamed = min(path for path, split in named.items() if not split)
-        raise ValueError(f"{unnamed} names no split, but others do: rename it as test-*.parquet")
+    for path in (path for path, split in named.items() if not split):
+        if any(named.values()) or LIKE_SPLITS.search(below[path].as_posix().lower()):
+            raise ValueError(
+                f"{path} names none of the splits train, validation and test: rename it, as"
+                " train-0.parquet"
+            )
     splits = {path: split or "train" for path, split in named.items()}
     return dict(sorted(splits.items(), key=lambda item: item[1] != "train"))
 

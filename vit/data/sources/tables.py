@@ -8,6 +8,7 @@ frequent one of comma, semicolon, tabulator and bar in the first line, or else b
 
 import csv
 import io
+import posixpath
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ class Row(NamedTuple):
     group: str = ""
 
 
-def read_metadata(source: Path, _: Words) -> Source:
+def read_metadata(source: Path, words: Words) -> Source:
     """Read Hugging Face's tables.
 
     Raises:
@@ -75,7 +76,7 @@ def read_metadata(source: Path, _: Words) -> Source:
                 picture = folder.relative_to(source) / row["file_name"]
                 top = SPLITS.get(picture.parts[0], "train") if picture.parts else ""
                 rows.append((table, Row(str(picture), row["label"], split or top)))
-    return of_rows(source, rows)
+    return of_rows(source, rows, words.max_missing)
 
 
 def read_said(source: Path, words: Words) -> Source:
@@ -85,23 +86,27 @@ def read_said(source: Path, words: Words) -> Source:
         ValueError: if a table has no such column or split; and as `of_rows`.
     """
     splits, rows = meaning(words), []
-    templates = (words.picture, words.label, words.split, words.group)
+    templates = words.picture, words.label, words.group, words.split
     for name, split in with_splits("table", words.table):
         table = joined([load(source / x, not words.no_header) for x in name.split("+")])
         _check_columns(table, [x for each in templates for x in columns_of(each)])
         for row in _dicts(table):
-            part = word(filled(words.split, row)) if words.split else split
-            if words.split and part not in splits:
-                raise ValueError(
-                    f"{table.name}: the split {part!r} is none of {listed(splits)}; say what it"
-                    f" is, as --splits={part}:train, or {part}:none to leave its rows out"
-                )
-            part = splits[part] if words.split else part
+            picture, label, group, part = (filled(template, row) for template in templates)
+            part = _split_of(table, splits, part) if words.split else split
             if part != LEFT_OUT:
-                group = filled(words.group, row) if words.group else ""
-                picture, label = (filled(x, row) for x in (words.picture, words.label))
+                group = group or picture * bool(words.group)  # alone without an entry
                 rows.append((table, Row(picture.replace("\\", "/"), label, part, group)))
     return of_rows(source, rows, words.max_missing)
+
+
+def _split_of(table: Table, splits: Mapping[str, str], part: str) -> str:
+    """Return the split that a row's word means; ValueError for an unknown one."""
+    if (part := word(part)) not in splits:
+        raise ValueError(
+            f"{table.name}: the split {part!r} is none of {listed(splits)}; say what it is, as"
+            f" --splits={part}:train, or {part}:none to leave its rows out"
+        )
+    return splits[part]
 
 
 def of_rows(source: Path, rows: Sequence[tuple[Table, Row]], max_missing: float = 0.0) -> Source:
@@ -162,22 +167,14 @@ def _missing(
 
 
 def _difference(name: str, there: Iterable[str]) -> str:
-    """Return how a name differs from that of a picture, if only in the form of its letters."""
+    """Return the picture from which a name differs only in case, Unicode form or suffix."""
 
-    def nfc(text: str) -> str:
-        return unicodedata.normalize("NFC", text)
+    def plain(path: str) -> str:
+        return unicodedata.normalize("NFC", posixpath.splitext(path)[0]).casefold()
 
-    forms: dict[str, Callable[[str], str]] = {
-        "in the Unicode form (NFC or NFD)": nfc,
-        "in case": lambda x: nfc(x).casefold(),
-        "in its suffix": lambda x: nfc(str(PurePosixPath(x).with_suffix(""))) if x else x,
-        "in case and suffix": lambda x: nfc(str(PurePosixPath(x).with_suffix(""))).casefold(),
-    }
-    names = list(there)
-    for word_, form in forms.items():
-        for other in (x for x in names if form(x) == form(name)):
-            return f" ({name!r} is {other!r} on the disk, which differs only {word_})"
-    return ""
+    near = (x for x in there if plain(x) == plain(name))
+    differing = " ({!a} is {!a} on the disk: only case, Unicode form or suffix differ)"
+    return next((differing.format(name, x) for x in near), "")
 
 
 def finder(source: Path) -> tuple[Callable[[str], list[Path]], list[str]]:

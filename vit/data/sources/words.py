@@ -18,6 +18,10 @@ from vit.data.classes import word
 
 SPLITS = {"train": "train", "validation": "validation", "val": "validation", "test": "test"}
 """Split of a word."""
+LIKE_SPLITS = re.compile(
+    r"(?<![a-z])(train|training|val|valid|validation|dev|eval|test|testing)(?![a-z])"
+)
+"""Other words in names that may mean a split: such names are refused, not read."""
 LEFT_OUT = "none"
 """Word of --splits for rows that are left out."""
 _COLUMN = re.compile(r"\{([^{}]+?)(?::(name|stem|folder))?\}")
@@ -77,7 +81,7 @@ def check(words: Words) -> None:
             "--table needs --picture and --label, as --picture='train/{id}.jpg' --label='{breed}'"
         )
     if not words.table:
-        for name in ("picture", "label", "split", "splits", "group", "no_header", "max_missing"):
+        for name in ("picture", "label", "split", "splits", "group", "no_header"):
             if getattr(words, name) != Words._field_defaults[name]:
                 raise ValueError(f"--{name} describes a table: give --table=FILE")
     if bool(words.images) != bool(words.labels):
