@@ -244,6 +244,10 @@ READ = {
     "splits": (parted() | classed("val/{1}/{0}.jpg", range(20, 22)), ALL),
     "Imagenette": (parted(names=WNIDS), want(TRAIN, WNIDS) | want(TEST, WNIDS, "test")),
     "tables next to class folders": (SIZES, want()),
+    "other metadata": (
+        classed("{1}/{0}.jpg") | {"metadata.csv": table(TRAIN, "{0},{2}", "isic_id,benign")},
+        want(),
+    ),
     "numbers with zeros": (parted(inner="0000{1}/{0}.ppm.png", names=NUMBERS), IN_BOTH),
     "folders below a class": (NESTED, want()),
     "a test part without classes": (classed("train/{1}/{0}.jpg") | {"test/9.jpg": 9}, want()),

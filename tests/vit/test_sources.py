@@ -585,6 +585,12 @@ DAMAGED = [
         r"'p\\xe9.png' is 'pe\\u0301.png' on the disk: only case, Unic",
     ),
     (npz(y_train=NUMBERS), member("x_train", b"text"), NONE, r"is \|S4\[\]: images are uint8"),
+    (
+        npz(x_train=images(), y_train=NUMBERS),
+        lambda f: shutil.copy(f / "pictures.npz", f / "again.npz"),
+        NONE,
+        "both again.npz/x_train and pictures.npz/x_train for the split 'train'",
+    ),
     (npz(images=images()), None, NONE, r"of Keras.*; it holds .*/images uint8\[17, 5, 6\]"),
     (npz(x=images(), y=NUMBERS), None, XY._replace(labels=("z",)), "holds 0 arrays 'z'; there are"),
     (npz(x=images(), y=NUMBERS), None, XY._replace(labels=("y:test",)), "one array for each split"),

@@ -10,7 +10,7 @@ import gzip
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,21 +83,14 @@ def read_npz(source: Path, words: Words) -> Source:
     """
     paths = sorted(source.glob("*.npz"))
     members = {f"{path.name}/{key}": x for path in paths for key, x in loaded(path).items()}
-    pairs = dict(_conventional(members))
-    if words.images:
-        labels = {split: name for name, split in with_splits("labels", words.labels)}
-        images = with_splits("images", words.images)
-        if labels.keys() != {split for _, split in images} or len(labels) != len(images):
-            raise ValueError("--images and --labels must name one array for each split")
-        pairs = {split: (name, labels[split]) for name, split in images}
-        pairs = {k: tuple(_member(source, members, x) for x in v) for k, v in pairs.items()}
+    pairs = _said(source, members, words) if words.images else [*_conventional(members)]
     if not pairs:
         raise Unsaid(
             f"the arrays of {source} have neither the names of Keras (x_train, y_train, x_test,"
             f" ...) nor of MedMNIST (train_images, train_labels, ...); it holds {shown(members)}"
         )
     parts = []
-    for split, (image, label) in pairs.items():
+    for split, image, label in pairs:
         names = members.get(f"{label.split('/')[0]}/class_names", ())
         arrays = _arrays(f"{source}/{image}", members[image], members[label], names)
         parts.append((split, image, arrays))
@@ -113,17 +106,26 @@ def loaded(path: Path) -> dict[str, np.ndarray]:
     return {key: x[:, 0] if x.shape[1:] == (1,) else x for key, x in arrays.items()}
 
 
-def _conventional(members: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the split of each pair of arrays with the names of Keras or MedMNIST, and the pair."""
-    for member in members:
-        file, key = member.split("/", 1)
-        for split in ("train", "val", "test"):
-            for image, label in (
-                (f"x_{split}", f"y_{split}"),
-                (f"{split}_images", f"{split}_labels"),
-            ):
-                if key == image and f"{file}/{label}" in members:
-                    yield {"val": "validation"}.get(split, split), (member, f"{file}/{label}")
+def _conventional(members: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the split, images and labels of arrays with the names of Keras or MedMNIST."""
+    for file in dict.fromkeys(member.split("/")[0] for member in members):
+        for part, split in (("train", "train"), ("val", "validation"), ("test", "test")):
+            for names in ("x_{}", "y_{}"), ("{}_images", "{}_labels"):
+                image, label = (f"{file}/{name.format(part)}" for name in names)
+                if image in members and label in members:
+                    yield split, image, label
+
+
+def _said(
+    source: Path, members: Mapping[str, np.ndarray], words: Words
+) -> list[tuple[str, str, str]]:
+    """Return the split, images and labels of the arrays that the words name."""
+    labels = {split: name for name, split in with_splits("labels", words.labels)}
+    images = with_splits("images", words.images)
+    if labels.keys() != {split for _, split in images} or len(labels) != len(images):
+        raise ValueError("--images and --labels must name one array for each split")
+    member = partial(_member, source, members)
+    return [(split, member(name), member(labels[split])) for name, split in images]
 
 
 def _member(source: Path, members: Mapping[str, np.ndarray], name: str) -> str:

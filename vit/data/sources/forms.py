@@ -12,18 +12,11 @@ from typing import Any
 
 from vit.data.sources import arrays, folders, hints, ilsvrc2012, parquet, tables
 from vit.data.sources.source import Example, Source, Unsaid, checked, is_picture
-from vit.data.sources.words import NONE, SPLITS, Words, check
+from vit.data.sources.words import NONE, Words, check
 
 INSPECTED = 10_000
 """Files that are looked at for a hint."""
-
-
 METADATA = "Hugging Face's metadata"
-
-
-def _metadata(folder: Path) -> list[Path]:
-    places = folder, *(folder / split for split in SPLITS)
-    return [place / name for place in places for name in tables.NAMES if (place / name).exists()]
 
 
 def _folders(folder: Path) -> bool:
@@ -35,7 +28,7 @@ CONVENTIONS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Words], Sour
     "IDX files": (lambda x: [*x.glob("*-images?idx3-ubyte*")], arrays.read_idx_folder),
     "npz files": (lambda x: [*x.glob("*.npz")], arrays.read_npz),
     "parquet files": (parquet.paths, parquet.read),
-    METADATA: (_metadata, tables.read_metadata),
+    METADATA: (tables.metadata, tables.read_metadata),
     "class folders": (_folders, folders.read),
 }
 """Name -> detection, and the reader of a folder."""
@@ -82,8 +75,8 @@ def _conventional(folder: Path, words: Words) -> Source:
 
 def _said(folder: Path, words: Words) -> Source:
     if words.images:
-        has_parquet = not any(folder.glob("*.npz"))
-        return (parquet.read if has_parquet else arrays.read_npz)(folder, words)
+        reader = arrays.read_npz if any(folder.glob("*.npz")) else parquet.read
+        return reader(folder, words)
     readers = {folders.read_said: words.classes, tables.read_said: words.table}
     return _union([reader(folder, words) for reader, said in readers.items() if said])
 

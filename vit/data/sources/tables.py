@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from vit.data.classes import word
-from vit.data.sources.folders import folders, pictures
+from vit.data.sources.folders import pictures
 from vit.data.sources.source import Example, Source, Unsaid, content, reading
 from vit.data.sources.words import (
     LEFT_OUT,
@@ -58,6 +58,22 @@ class Row(NamedTuple):
     group: str = ""
 
 
+def metadata(source: Path) -> list[tuple[Path, str]]:
+    """Return Hugging Face's tables in a folder and in those of splits, with the split or ""."""
+    places = [(source, ""), *((source / name, split) for name, split in SPLITS.items())]
+    paths = ((folder / name, split) for folder, split in places for name in NAMES)
+    return [(path, split) for path, split in paths if path.is_file() and _has_file_names(path)]
+
+
+def _has_file_names(path: Path) -> bool:
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        return "file_name" in parquet.read_schema(path).names
+    with path.open("rb") as file:
+        return b"file_name" in file.readline()
+
+
 def read_metadata(source: Path, words: Words) -> Source:
     """Read Hugging Face's tables.
 
@@ -65,17 +81,15 @@ def read_metadata(source: Path, words: Words) -> Source:
         Unsaid: if one has no column `file_name` or `label`.
         ValueError: as `of_rows`.
     """
-    places = [(source, ""), *((f, SPLITS[f.name]) for f in folders(source) if f.name in SPLITS)]
     rows: list[tuple[Table, Row]] = []
-    for folder, split in places:
-        for path in (folder / name for name in NAMES if (folder / name).exists()):
-            table = load(path)
-            if missing := {"file_name", "label"} - {*table.columns}:
-                raise Unsaid(f"{path} has no column {max(missing)!r}, but {listed(table.columns)}")
-            for row in _dicts(table):
-                picture = folder.relative_to(source) / row["file_name"]
-                top = SPLITS.get(picture.parts[0], "train") if picture.parts else ""
-                rows.append((table, Row(str(picture), row["label"], split or top)))
+    for path, split in metadata(source):
+        table = load(path)
+        if missing := {"file_name", "label"} - {*table.columns}:
+            raise Unsaid(f"{path} has no column {max(missing)!r}, but {listed(table.columns)}")
+        for row in _dicts(table):
+            picture = path.parent.relative_to(source) / row["file_name"]
+            top = SPLITS.get(picture.parts[0], "train") if picture.parts else ""
+            rows.append((table, Row(str(picture), row["label"], split or top)))
     return of_rows(source, rows, words.max_missing)
 
 
