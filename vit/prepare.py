@@ -69,6 +69,8 @@ FEW = 30
 """Pictures to evaluate on below which `prepare` warns."""
 INSPECTED = 200
 """Pictures by which a grey data set is detected."""
+GREY = {"1", "L", "LA"}
+"""Pillow's modes of grey pictures."""
 END_OF_JPEG = b"\xff\xd9"
 AHEAD = 4
 """Pictures for each core that are read before they are written."""
@@ -85,6 +87,7 @@ def prepare(
     seed: int = 0,
     max_side: int = 0,
     files: int = 0,
+    channels: int = 0,
     dry_run: bool = False,
 ) -> dict[str, int]:
     """Write the data set `out/name/1.0.0`.
@@ -102,6 +105,8 @@ def prepare(
         seed: seed of the held-out part.
         max_side: largest shorter side of a picture in pixels; 0: no limit.
         files: files of each split, at most as many as it has pictures; 0: by their bytes, as TFDS.
+        channels: 1 converts pictures to grey, 3 to colour. 0: the data set is grey if a sample of
+            its pictures is; one in colour is then an error.
         dry_run: print the table of classes and stop; nothing is written.
 
     Returns:
@@ -114,6 +119,8 @@ def prepare(
     """
     if min(max_bad_files, seed, max_side, files) < 0:
         raise ValueError("--max_bad_files, --seed, --max_side and --files must not be negative")
+    if channels not in (0, 1, 3):
+        raise ValueError(f"--channels={channels} must be 1 (grey), 3 (colour) or 0 (as they are)")
     buckets.check_local(source, "--source=")
     opened = forms.read(source, words)
     name = name or default_name(source)
@@ -130,15 +137,18 @@ def prepare(
     if dry_run:
         print("\n".join(folders.account(source, opened)))
         return {split: number.total() for split, number in opened.counts.items()}
-    opened = _with_channels(opened)
+    opened = opened._replace(channels=channels) if channels else _with_channels(opened)
     skipped: list[str] = []
 
     def examples(split: str) -> Iterator[tuple[str, dict[str, Any]]]:
         written = 0
-        whole = partial(encode, channels=opened.channels, max_side=max_side, bits=words.bits)
+        options = dict(max_side=max_side, bits=words.bits, is_grey=not channels)
+        whole = partial(encode, channels=opened.channels, **options)
         for number, (example, result) in enumerate(encoded(opened.splits[split](), whole)):
             try:
                 image = result()
+            except InColour as error:
+                raise ValueError(f"{example.name}: {error}") from error
             except Exception as error:  # PIL raises many kinds for broken files
                 skipped.append(example.name)
                 print(f"skipped {example.name}: {error}", file=sys.stderr)
@@ -194,7 +204,7 @@ def _with_channels(source: Source) -> Source:
     for example in itertools.islice(train(), None, None, step):
         with contextlib.suppress(Exception):  # the file is named when it is written
             modes.add(augment.open_image(example.read()).mode)
-    return source._replace(channels=1 if modes and modes <= {"1", "L", "LA"} else 3)
+    return source._replace(channels=1 if modes and modes <= GREY else 3)
 
 
 @contextlib.contextmanager
@@ -232,7 +242,13 @@ def encoded(
         yield from waiting
 
 
-def encode(image: bytes, channels: int, max_side: int = 0, bits: int = 16) -> bytes:
+class InColour(ValueError):
+    """A picture in colour of a data set that seems to be grey."""
+
+
+def encode(
+    image: bytes, channels: int, max_side: int = 0, bits: int = 16, *, is_grey: bool = False
+) -> bytes:
     """Return a whole, upright grey or RGB image as JPEG or PNG; unchanged if it is one already.
 
     WebP becomes JPEG. Of a file with several JPEG images (MPO, of phones) the first is kept. A
@@ -240,10 +256,16 @@ def encode(image: bytes, channels: int, max_side: int = 0, bits: int = 16) -> by
     values that are stored in 16 bits have `bits`, of which the higher 8 are kept.
 
     Raises:
+        InColour: with `is_grey`, for a picture in colour where channels = 1.
         OSError, SyntaxError, ...: as PIL, if the bytes are no image or a truncated one.
     """
     with augment.open_image(image, bits) as opened:
         opened.load()
+        if is_grey and channels == 1 and opened.mode not in GREY:
+            raise InColour(
+                "it is in colour, but the pictures that were looked at first are grey: give"
+                " --channels=3, or --channels=1 to make all grey"
+            )
         form, first = _form(opened, image)
         kind = "JPEG" if form in ("JPEG", "WEBP") else "PNG"
         modes = ("L",) if channels == 1 else ("L", "RGB")

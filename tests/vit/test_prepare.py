@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import vit.prepare
 from tests.vit.test_sources import write_idx, write_ilsvrc2012
 from vit import config, data
 from vit.data.sources.words import Words
@@ -161,6 +162,25 @@ def test_a_dry_run_prints_the_classes_and_writes_nothing(source, tmp_path, capsy
     assert rows[0] == ["class", "train", "validation"]
     assert rows[1:] == [["cat", "3", "2"], ["dog", "3", "2"], ["all", "2", "6", "4"]]
     assert printed[4] == "read: 10 .jpg"
+
+
+def test_a_picture_in_colour_of_a_grey_data_set(tmp_path, monkeypatch):
+    """It is no sample that makes it grey: the user says so."""
+    monkeypatch.setattr(vit.prepare, "INSPECTED", 2)
+    for number in range(8):
+        folder = tmp_path / "mixed" / ("train" if number < 6 else "val") / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        mode = "RGB" if number == 2 else "L"  # the second of training
+        (folder / f"{number}.png").write_bytes(picture(number, mode, kind="PNG"))
+    with pytest.raises(ValueError, match="2.png: it is in colour, but .* --channels=3, or --chan"):
+        prepare(tmp_path / "mixed", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    for channels in (1, 3):
+        name = f"with{channels}"
+        prepare(tmp_path / "mixed", tmp_path / "out", name, channels=channels)
+        assert load(tmp_path / "out", name, "validation").channels == channels
+    with pytest.raises(ValueError, match="--channels=2 must be 1"):
+        prepare(tmp_path / "mixed", tmp_path / "out", channels=2)
 
 
 def test_many_classes_are_counted_in_one_line(tmp_path, capsys):
