@@ -102,10 +102,11 @@ def write_flowers(folder):
 
 
 def write_digits(folder):
-    """Kaggle's table of pixels."""
+    """Kaggle's tables of pixels."""
     head = ["label", *(f"pixel{i}" for i in range(4))]
-    rows = [",".join(map(str, [i % 2, *[i] * 4])) for i in TRAIN]
-    (folder / "train.csv").write_text(lines(",".join(head), *rows))
+    for part, shades in (("train", TRAIN), ("test", TEST)):
+        rows = [",".join(map(str, [i % 2, *[i] * 4])) for i in shades]
+        (folder / f"mnist_{part}.csv").write_text(lines(",".join(head), *rows))
 
 
 def write_metadata(folder):
@@ -228,13 +229,14 @@ JSON = '{{"file_name": "{0}.png", "label": "{1}"}}'
 NESTED = {f"{x}/shot_{i}/{i}.jpg": i for i, x in [(0, A), (1, B), (2, A), (3, B)]}
 ONE_HOT = {
     **classed("images/{0}.jpg"),
-    "train.csv": lines("image_id,healthy,rust,scab", "0,1,0,0", "1,0,1,0", "2,0,0,1", "3,1,0,0"),
+    "train.csv": lines("id,ok,rust,scab,UNK", "0,1,0,0,0", "1,0,1,0,0", "2,0,0,1,0", "3,1,0,0,0"),
 }
 MARKED = {
     **{f"images/{i}.png": i for i in range(3)},
     "Data_Entry.csv": lines("Image Index,Label", "0.png,a", "1.png,a|b", "2.png,b"),
 }
 IN_NUMBERS = want(names=NUMBERS)
+MAKERS = "Boeing", "British Aerospace"
 WNIDS = "n01440764", "n02102040"
 SPECIES = want(TRAIN, (f"00{A}", f"00{B}")) | want(TEST, (f"00{A}", f"00{B}"), "test")
 IN_BOTH = want(TRAIN, NUMBERS) | want(TEST, NUMBERS, "test")
@@ -363,7 +365,41 @@ COMMANDS = {
     "Stanford cars": (CARS, BOTH, "car_data/car_data"),
     "Caltech-101": (classed("101_ObjectCategories/{1}/{0}.jpg"), want(), "101_ObjectCategories"),
     "EuroSAT": (EUROSAT, IN_BOTH, "EuroSAT/test.csv:test,EuroSAT/train.csv:train"),
-    "digits of Kaggle": (write_digits, IN_NUMBERS, "numpy"),
+    "FGVC-Aircraft": (
+        parted("images", "images", "{0}.jpg")
+        | {
+            f"images_{kind}_{part}.txt": table(shades, row, names=MAKERS)
+            for part, shades in (("train", TRAIN), ("test", TEST))
+            for kind, row in (
+                ("family", "{0} Boeing"),
+                ("maker", "{0} {1}"),
+                ("variant", "{0} {2}"),
+            )
+        },
+        want(TRAIN, MAKERS) | want(TEST, MAKERS, "test"),
+        "images_maker_test.txt:test,images_maker_train.txt:train",
+    ),
+    "retinopathy": (
+        classed("train_images/a{0}.png")
+        | classed("test_images/b{0}.png")
+        | {
+            "train.csv": table(TRAIN, "a{0},{2}", "id_code,diagnosis"),
+            "test.csv": table(TRAIN, "b{0}", "id_code"),
+        },
+        IN_NUMBERS,
+        "train_images/{id_code}.png --label={diagnosis}",
+    ),
+    "Fruits-360": (
+        parted("fruits-360_dataset/fruits-360/Training", "fruits-360_dataset/fruits-360/Test"),
+        BOTH,
+        "fruits-360_dataset/fruits-360 --classes=Test:test,Training:train",
+    ),
+    "Tiny ImageNet, sorted": (
+        classed("train/{1}/images/{0}.JPEG") | classed("val/{1}/images/{0}.JPEG", TEST),
+        want() | want(TEST, split="validation"),
+        "--classes=train:train,val:validation",
+    ),
+    "digits of Kaggle": (write_digits, IN_BOTH, "numpy"),
     "npz of other names": (
         partial(npz, imgs=images(TRAIN), targets=labels(TRAIN)),
         IN_NUMBERS,
@@ -399,7 +435,11 @@ REFUSED = {
     "a|b": (MARKED, "a picture"),
     "WebDataset": ({"x-000000.tar": b""}, "WebDataset.*unpack them"),
     "CIFAR pickles": ({"data_batch_1": b"", "batches.meta": b""}, "pickled files may run code"),
-    "TFRecords": ({"x.tfrecord-00000-of-00001": b""}, "TFRecords are not read: .*tfds build"),
+    "TFRecords": ({"512/x.tfrecord-00000-of-00001": b""}, "TFRecords are not read: .*tfds build"),
+    "several configs of parquet": (
+        lambda folder: [write_hub(folder, f"{x}/train", f"{x}/test", names=[A, B]) for x in "ab"],
+        "in several folders; give one of .*/a, .*/b",
+    ),
     "zip": ({"archive.zip": b""}, "unpack archive.zip first, as with unzip"),
     "pictures alone": (classed("{0}.jpg"), "Put the pictures of each class into a folder"),
 }

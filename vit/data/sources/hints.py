@@ -57,8 +57,7 @@ FOREIGN = {
 }
 """Files of other formats, and what to do with them."""
 DIGITS = (
-    "import numpy as n; a = n.loadtxt({table!r}, n.uint8, delimiter=',', skiprows=1);"
-    " n.savez({out!r}, x_train=a[:, 1:].reshape(-1, {side}, {side}), y_train=a[:, 0])"
+    "import numpy as n; r = lambda p: n.loadtxt(p, n.uint8, delimiter=',', skiprows=1); n.savez("
 )
 FLOWERS = (
     "import scipy.io as s; d = {folder!r}; y = s.loadmat(d + '/imagelabels')['labels'][0];"
@@ -88,7 +87,9 @@ def hint(folder: Path, read: Callable[[Path, Words], Source]) -> str:
             return f". Probably meant: {command('prepare', source=source, **words.flags())}"
         except ValueError as error:
             reasons += [str(error)] * ("a picture has one class" in str(error))
-    reasons += [what for pattern, what in FOREIGN.items() if any(folder.glob(pattern))]
+    places = (folder, *folders(folder))
+    for pattern, what in FOREIGN.items():
+        reasons += [what] * any(any(place.glob(pattern)) for place in places)
     reasons += filter(None, [unpack(folder)])
     if any(pictures(folder)):
         reasons.append("Put the pictures of each class into a folder, or write a table for --table")
@@ -111,12 +112,15 @@ def _written(folder: Path) -> str:
         program = FLOWERS.format(folder=str(folder))
         splits = ("trnid:train", "valid:validation", "tstid:test")
         words = Words(("labels.csv",), "jpg/image_{id}.jpg", "{label}", "{part}", splits)
-    for path in filter(Path.is_file, folder.glob("*.csv")):
+    arrays = [repr(str(folder / "pixels.npz"))]
+    for path in filter(Path.is_file, sorted(folder.glob("*.csv"))):  # Kaggle's digits
         with path.open(errors="replace") as file:
             head = file.readline().split(",")
-        side = round((len(head) - 1) ** 0.5)
+        side, part = round((len(head) - 1) ** 0.5), _part(path.stem).replace("validation", "val")
         if head[0] == "label" and side > 1 and side**2 == len(head) - 1:
-            program = DIGITS.format(table=str(path), out=str(path.with_suffix(".npz")), side=side)
+            images = f"r({str(path)!r})[:, 1:].reshape(-1, {side}, {side})"
+            arrays += [f"x_{part}={images}", f"y_{part}=r({str(path)!r})[:, 0]"]
+            program = DIGITS.format(", ".join(arrays))
     if not program:
         return ""
     then = command("prepare", source=folder, **words.flags())
@@ -134,6 +138,7 @@ def guesses(folder: Path) -> Iterator[Guess]:
     yield from ((folder, words) for words in first)
     yield from _folders(folder)
     yield from ((folder, words) for words in described)
+    yield folder, Words(classes=(".",))
 
 
 _JOINED = {"split": "{2}", "splits": ("1:train", "0:test"), "no_header": True}
@@ -192,8 +197,6 @@ def _folders(folder: Path) -> Iterator[Guess]:
         yield folder, Words(classes=names)
     if len(inner) > 1:
         yield from ((folder, Words(classes=(name,))) for name in names)
-    if len(tops) > 1 and not inner:
-        yield folder, Words(classes=(".",))
     pairs = sorted(zip(tops, levels, strict=True), key=lambda x: len(_below(x[1])) < 2)
     for top, level in pairs[:FEW]:
         yield from ((path, NONE) for path in dict.fromkeys((level, level.parent, top)))
@@ -220,20 +223,22 @@ def _part(name: str) -> str:
 def _tables(folder: Path) -> Iterator[Words | str]:
     """Yield words for the tables near a folder that name pictures.
 
-    Tables of the same columns whose names mean different splits are one.
+    Tables of the same columns whose names differ only in a split are one.
     """
     index: dict[str, list[str]] = defaultdict(list)
     for path in pictures(folder):
         for name in {path.name, path.stem}:
             index[name].append(path.relative_to(folder).as_posix())
-    described: dict[Words | str, list[str]] = defaultdict(list)
+    described: dict[tuple[Words | str, str], list[str]] = defaultdict(list)
     for path in sorted([*folder.glob("*.*"), *folder.glob("*/*.*")]):
         is_table = path.suffix in (".csv", ".tsv", ".txt", ".jsonl", ".parquet")
         if is_table and path.stat().st_size < LONGEST and "submission" not in path.stem:
+            name = str(path.relative_to(folder))
+            without = re.sub("(train|val|dev|eval|test)[a-z]*", "", name.lower())
             with contextlib.suppress(ValueError):
                 for words in _described(path, index):
-                    described[words].append(str(path.relative_to(folder)))
-    for words, names in described.items():
+                    described[words, without].append(name)
+    for (words, _), names in described.items():
         if isinstance(words, str):
             yield words
             continue
@@ -256,8 +261,8 @@ def _described(path: Path, index: dict[str, list[str]]) -> Iterator[Words | str]
     most = max((x.number for x in found.values()), default=0)  # numbers of classes are few
     named = {name: x for name, x in found.items() if x.number == most}
     others = {name: each for name, each in entries.items() if name not in named}
-    hot = [name for name, each in others.items() if {*each} in ({"0", "1"}, {"0.0", "1.0"})]
-    if named and len(hot) > 2 and len(hot) == len(others):
+    digits = [{*each} <= {"0", "1", "0.0", "1.0"} for each in others.values()]
+    if named and all(digits) and sum(len({*each}) == 2 for each in others.values()) > 2:
         yield (
             f"{path} has a column for each class, but a picture has one class: write its name into"
             " one column"

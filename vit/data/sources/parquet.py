@@ -62,6 +62,10 @@ def _bytes(encoded: bytes | None, content: Any) -> bytes:
 def _splits(source: Path) -> dict[Path, str]:
     """Return the split of each file, those of training first."""
     below = {path: path.relative_to(source).with_suffix("") for path in paths(source)}
+    places = {x.parent.parent if x.parent.name in SPLITS else x.parent for x in below.values()}
+    if len(places) > 1:
+        names = ", ".join(sorted(str(source / x) for x in places))
+        raise ValueError(f"{source} holds parquet files in several folders; give one of {names}")
     named = {
         path: SPLITS.get(x.name.split("-")[0]) or SPLITS.get(x.parent.name)
         for path, x in below.items()

@@ -3,7 +3,8 @@
 Hugging Face's image folder has metadata.csv, .jsonl or .parquet next to the pictures, in the folder
 or in those of splits, with the columns `file_name` and `label`. Other tables are described by
 `--table`, `--picture` and `--label` (`vit.data.sources.words`). Columns are separated by the most
-frequent one of comma, semicolon, tabulator and bar in the first line, or else by blanks.
+frequent one of comma, semicolon, tabulator and bar in the first line, or else by blanks: all of
+them if each line has as many, or only the first.
 """
 
 import csv
@@ -245,7 +246,9 @@ def _split(text: str) -> list[list[str]]:
     if delimiter in first:
         lines = csv.reader(io.StringIO(text, ""), delimiter=delimiter)
     else:
-        lines = map(str.split, text.splitlines())
+        lines = [line.split() for line in text.splitlines() if line.strip()]
+        if len({*map(len, lines)}) > 1:  # "a.png golden retriever"
+            lines = [line.split(None, 1) for line in text.splitlines() if line.strip()]
     return [[entry.strip() for entry in row] for row in lines if row]
 
 
