@@ -57,7 +57,8 @@ FOREIGN = {
 }
 """Files of other formats, and what to do with them."""
 DIGITS = (
-    "import numpy as n; r = lambda p: n.loadtxt(p, n.uint8, delimiter=',', skiprows=1); n.savez("
+    "import numpy as n; r = lambda p: n.loadtxt(p, n.uint8, delimiter=',', skiprows=1);"
+    " n.savez({})"
 )
 FLOWERS = (
     "import scipy.io as s; d = {folder!r}; y = s.loadmat(d + '/imagelabels')['labels'][0];"
