@@ -441,6 +441,10 @@ REFUSED = {
         "in several folders; give one of .*/a, .*/b",
     ),
     "zip": ({"archive.zip": b""}, "unpack archive.zip first, as with unzip"),
+    "splits without classes": (
+        parted(inner="{0}.jpg"),
+        "test has the name of a split, but holds pictures, not class folders. Put the pictures",
+    ),
     "pictures alone": (classed("{0}.jpg"), "Put the pictures of each class into a folder"),
 }
 

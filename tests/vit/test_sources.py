@@ -512,7 +512,7 @@ DAMAGED = [
     (write_ilsvrc2012, flipped, NONE, f"{VAL} cannot be read: .* at byte 1,024"),
     (write_ilsvrc2012, lambda f: (f / VAL).unlink(), NONE, f"{VAL} cannot be read"),
     (write_ilsvrc2012, lambda f: tar(f / VAL, {"0.JPEG": b""}), NONE, "cannot be read: '0.JPEG'"),
-    (write_folders, write_idx, NONE, "holds IDX files and class folders: which .*--classes=[.]"),
+    (write_folders, write_idx, NONE, "holds IDX files and class folders, so .*--classes=[.]"),
     (PAIR, None, INDEX._replace(label="{x}"), "index.csv has no column 'x', but file, label"),
     (PAIR, None, INDEX._replace(picture="{0}"), "no column '0'.*; with --no_header they are"),
     (

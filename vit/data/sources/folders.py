@@ -117,10 +117,14 @@ def read_said(source: Path, words: Words) -> Source:
 def _check_names(folder: Path, by_class: Classes) -> None:
     """Raise Unsaid if folders have the names of parts of a data set: they may be no classes."""
     names = [name.lower() for name in by_class]
-    is_part = any(map(LIKE_SPLITS.fullmatch, names))
-    is_part |= all(LIKE_SPLITS.search(name) or _PARTS.search(name) for name in names)
-    if len(names) > 1 and is_part:
+    is_doubtful = any(map(LIKE_SPLITS.fullmatch, names)) or all(map(is_part, names))
+    if len(names) > 1 and is_doubtful:
         raise Unsaid(f"{folder} holds the folders {', '.join(by_class)}, which may be no classes")
+
+
+def is_part(name: str) -> bool:
+    """Detect a folder with the name of a part of a data set, as train_images."""
+    return any(words.search(name.lower()) for words in (LIKE_SPLITS, _PARTS))
 
 
 def _check_depth(folder: Path, by_class: Classes) -> None:
@@ -132,8 +136,8 @@ def _check_depth(folder: Path, by_class: Classes) -> None:
             if (other := owner.setdefault(name, label)) != label:
                 both = f"{label}/ and {other}/" if other != name else f"{label}/ and next to it"
                 raise Unsaid(
-                    f"in {folder} folders of the same name {name} are in {both}: which are the"
-                    " classes?"
+                    f"in {folder} folders of the same name {name} are in {both}, so the level of"
+                    " the classes is not clear"
                 )
 
 

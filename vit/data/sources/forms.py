@@ -63,7 +63,7 @@ def _conventional(folder: Path, words: Words) -> Source:
     if len(shown) > 1 and shown[-2] == METADATA and _folders(folder):
         shown.pop()  # the folders of its pictures are no classes
     if len(shown) > 1:
-        raise Unsaid(f"{folder} holds {' and '.join(shown)}: which are the data set?")
+        raise Unsaid(f"{folder} holds {' and '.join(shown)}, so the data set is not clear")
     if not shown:
         number = sum(is_picture(path) for path in folder.iterdir())
         alone = f" ({number} pictures without classes)" * bool(number)

@@ -17,7 +17,7 @@ import numpy as np
 
 from vit.config.cli import command
 from vit.data.sources import arrays, parquet, tables
-from vit.data.sources.folders import folders, pictures
+from vit.data.sources.folders import folders, is_part, pictures
 from vit.data.sources.source import Source, is_picture
 from vit.data.sources.words import NONE, SPLITS, Words, filled
 
@@ -57,8 +57,7 @@ FOREIGN = {
 }
 """Files of other formats, and what to do with them."""
 DIGITS = (
-    "import numpy as n; r = lambda p: n.loadtxt(p, n.uint8, delimiter=',', skiprows=1);"
-    " n.savez({})"
+    "import numpy as n; r = lambda p: n.loadtxt(p, n.uint8, delimiter=',', skiprows=1); n.savez({})"
 )
 FLOWERS = (
     "import scipy.io as s; d = {folder!r}; y = s.loadmat(d + '/imagelabels')['labels'][0];"
@@ -139,7 +138,8 @@ def guesses(folder: Path) -> Iterator[Guess]:
     yield from ((folder, words) for words in first)
     yield from _folders(folder)
     yield from ((folder, words) for words in described)
-    yield folder, Words(classes=(".",))
+    if not all(is_part(path.name) for path in _below(folder)):
+        yield folder, Words(classes=(".",))
 
 
 _JOINED = {"split": "{2}", "splits": ("1:train", "0:test"), "no_header": True}
