@@ -129,7 +129,7 @@ def prepare(
             f"--name={name!r} must be lower case letters, digits and underscores, a letter first"
         )
     target = out / name / VERSION
-    if target.exists():
+    if target.exists() and not dry_run:
         raise ValueError(f"{target} exists already; remove it or take another --name or --out")
     if validation is not None or list(opened.splits) == ["train"]:
         opened = with_validation(opened, VALIDATION if validation is None else validation, seed)

@@ -329,6 +329,11 @@ def write_files(folder, first, second):
         np.savez(folder / f"{name}.npz", x=images()[part], **arrays)
 
 
+def write_parquet_parts(train, test, folder):
+    write_parquet(folder / "train.parquet", train, names=list(CLASSES))
+    write_parquet(folder / "test.parquet", test, names=list(CLASSES))
+
+
 def write_named_parts(folder, first, second):
     write_parquet(folder / "train.parquet", ROWS[:14], **first)
     write_parquet(folder / "test.parquet", ROWS[14:], **second)
@@ -621,6 +626,12 @@ DAMAGED = [
         NONE,
         r"test has classes that train lacks: \['5'\]",
     ),
+    (
+        partial(write_parquet_parts, ROWS[:7], ROWS[7:]),
+        None,
+        NONE,
+        r"test has classes that train lacks: \['cat'\]",
+    ),
     (npz(x_train=images(), y_train=np.array([Evil()] * 17)), None, NONE, "allow_pickle=False"),
     (npz(x_train=images(), y_train=NUMBERS), cut("pictures.npz", 100), NONE, "npz cannot be read"),
     (parquet(label="a", b=["x"] * 17), None, NONE, "no metadata with one Image and one ClassLabel"),
@@ -776,6 +787,7 @@ def test_every_file_is_accounted_for(tmp_path, capsys):
     (source / "cat" / "notes").write_text("none")
     (source / "dog" / "scan.tif").write_bytes(b"II*")
     (source / "means.csv").write_text("a,b\n1,2\n")
+    (source / "train_test_split.txt").write_text("7.png 1\n")
     prepare(source, tmp_path / "out")
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].split() == ["class", "train", "validation"]
@@ -785,7 +797,8 @@ def test_every_file_is_accounted_for(tmp_path, capsys):
     assert printed[4].split() == ["all", "3", "16", "2"]
     assert printed[5] == "read: 17 .png"
     assert sorted(printed[6:]) == [
-        "ignored: 1 .csv, a table that is not read: name it with --table (means.csv)",
+        "ignored: 1 .csv, not read; --table names a table (means.csv)",
+        "ignored: 1 .txt, not read; --table names a table (train_test_split.txt)",
         "ignored: 1 .png, hidden, or a copy of macOS (cat/._0.png)",
         "ignored: 1 .png, not in a class folder or not named by a table (7.png)",
         "ignored: 1 without suffix, a picture without suffix: rename it (cat/scan)",

@@ -205,8 +205,8 @@ def _reason(path: Path, folder: Path) -> str:
         return "hidden, or a copy of macOS"
     if is_picture(path):
         return "not in a class folder or not named by a table"
-    if path.suffix.lower() in (".csv", ".tsv", ".jsonl", ".parquet"):
-        return "a table that is not read: name it with --table"
+    if path.suffix.lower() in (".csv", ".tsv", ".txt", ".jsonl", ".parquet"):
+        return "not read; --table names a table"
     if not path.suffix and path.is_file() and _begins_as_picture(path):
         return "a picture without suffix: rename it"
     return "no picture"
