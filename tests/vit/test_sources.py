@@ -671,6 +671,7 @@ def test_damaged_sources_are_named(tmp_path, write, spoil, words, message, capsy
     [
         (Words(("x.csv",), "{id}"), "--table needs --picture and --label"),
         (Words(label="{x}"), "--label describes a table"),
+        (INDEX._replace(label="label"), "--label=label has no column of the table, as {label}"),
         (Words(no_header=True), "--no_header describes a table"),
         (Words(images=("x",)), "--images and --labels describe arrays or columns: give both"),
         (XY._replace(classes=("a",)), "--images describes arrays"),
@@ -798,9 +799,9 @@ def test_every_file_is_accounted_for(tmp_path, capsys):
     assert printed[5] == "read: 17 .png"
     assert sorted(printed[6:]) == [
         "ignored: 1 .csv, not read; --table names a table (means.csv)",
-        "ignored: 1 .txt, not read; --table names a table (train_test_split.txt)",
         "ignored: 1 .png, hidden, or a copy of macOS (cat/._0.png)",
         "ignored: 1 .png, not in a class folder or not named by a table (7.png)",
+        "ignored: 1 .txt, not read; --table names a table (train_test_split.txt)",
         "ignored: 1 without suffix, a picture without suffix: rename it (cat/scan)",
         "ignored: 1 without suffix, no picture (cat/notes)",
         "skipped: 1 .tif, unreadable",

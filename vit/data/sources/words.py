@@ -84,6 +84,10 @@ def check(words: Words) -> None:
         for name in ("picture", "label", "split", "splits", "group", "no_header"):
             if getattr(words, name) != Words._field_defaults[name]:
                 raise ValueError(f"--{name} describes a table: give --table=FILE")
+    for name in ("picture", "label", "group"):
+        template = getattr(words, name)
+        if template and not columns_of(template):
+            raise ValueError(f"--{name}={template} has no column of the table, as {{{name}}}")
     if bool(words.images) != bool(words.labels):
         raise ValueError("--images and --labels describe arrays or columns: give both")
     if words.images and (words.table or words.classes):
