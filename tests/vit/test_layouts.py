@@ -104,9 +104,9 @@ def write_flowers(folder):
 def write_digits(folder):
     """Kaggle's tables of pixels."""
     head = ["label", *(f"pixel{i}" for i in range(4))]
-    for part, shades in (("train", TRAIN), ("test", TEST)):
+    for part, shades in (("", TRAIN), ("_test", TEST)):
         rows = [",".join(map(str, [i % 2, *[i] * 4])) for i in shades]
-        (folder / f"mnist_{part}.csv").write_text(lines(",".join(head), *rows))
+        (folder / f"mnist{part}.csv").write_text(lines(",".join(head), *rows))
 
 
 def write_metadata(folder):

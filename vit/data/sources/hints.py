@@ -107,24 +107,28 @@ def unpack(path: Path) -> str:
 
 def _written(folder: Path) -> str:
     """Return two commands for what a short program must write in another form."""
-    program, words = "", NONE
+    program, words = _digits(folder), NONE
     if (folder / "imagelabels.mat").exists() and (folder / "setid.mat").exists():  # flowers-102
         program = FLOWERS.format(folder=str(folder))
         splits = ("trnid:train", "valid:validation", "tstid:test")
         words = Words(("labels.csv",), "jpg/image_{id}.jpg", "{label}", "{part}", splits)
-    arrays = [repr(str(folder / "pixels.npz"))]
-    for path in filter(Path.is_file, sorted(folder.glob("*.csv"))):  # Kaggle's digits
+    then = command("prepare", source=folder, **words.flags())
+    return f". Probably meant: python -c {shlex.quote(program)} && {then}" * bool(program)
+
+
+def _digits(folder: Path) -> str:
+    """Return a program for tables of a label and the pixels of a square, as Kaggle's digits."""
+    given = {}
+    for path in filter(Path.is_file, sorted(folder.glob("*.csv"))):
         with path.open(errors="replace") as file:
             head = file.readline().split(",")
         side, part = round((len(head) - 1) ** 0.5), _part(path.stem).replace("validation", "val")
         if head[0] == "label" and side > 1 and side**2 == len(head) - 1:
-            images = f"r({str(path)!r})[:, 1:].reshape(-1, {side}, {side})"
-            arrays += [f"x_{part}={images}", f"y_{part}=r({str(path)!r})[:, 0]"]
-            program = DIGITS.format(", ".join(arrays))
-    if not program:
-        return ""
-    then = command("prepare", source=folder, **words.flags())
-    return f". Probably meant: python -c {shlex.quote(program)} && {then}"
+            rows, part = f"r({str(path)!r})", part or "train"
+            given[f"x_{part}"] = f"{rows}[:, 1:].reshape(-1, {side}, {side})"
+            given[f"y_{part}"] = f"{rows}[:, 0]"
+    arrays = [repr(str(folder / "pixels.npz")), *(f"{name}={x}" for name, x in given.items())]
+    return DIGITS.format(", ".join(arrays)) * bool(given)
 
 
 def guesses(folder: Path) -> Iterator[Guess]:
