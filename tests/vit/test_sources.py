@@ -504,7 +504,7 @@ DAMAGED = [
         TRAINING,
         lambda f: shutil.copytree(f / "val", f / "validation"),
         NONE,
-        "both validation/ and val/",
+        "both val/ and validation/",
     ),
     (TRAINING, lambda f: (f / "train/dog").rename(f / "train/cow"), NONE, "that train lacks:.*dog"),
     (write_folders, lambda f: (f / "cat").rename(f / "\x1b[2J"), NONE, "or an unprintable"),

@@ -40,15 +40,23 @@ def is_hidden(path: Path) -> bool:
 
 def pictures(folder: Path) -> list[Path]:
     """Return the pictures in a folder and in folders below it."""
-    paths_below, entered = [], set()
+    return sorted(_walk(folder))
+
+
+def has_pictures(folder: Path) -> bool:
+    """Detect a picture in a folder or in folders below it."""
+    return any(True for _ in _walk(folder))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    entered = set()
     for place, names, files in os.walk(folder, followlinks=True):
         status = os.stat(place)
         is_new = (status.st_dev, status.st_ino) not in entered  # links may form a cycle
         entered.add((status.st_dev, status.st_ino))
         names[:] = [name for name in names if is_new and not is_hidden(Path(name))]
         paths = (Path(place, name) for name in files if is_new)
-        paths_below += [path for path in paths if is_picture(path) and not is_hidden(path)]
-    return sorted(paths_below)
+        yield from (path for path in paths if is_picture(path) and not is_hidden(path))
 
 
 def classes(folder: Path) -> Classes:
@@ -73,20 +81,20 @@ def read(source: Path, _: Words) -> Source:
         Unsaid: if the layout is neither.
         ValueError: if two folders are the same split or class.
     """
-    tops = classes(source)
-    named = {name: classes(source / name) for name in SPLITS if name in tops}
+    tops = [path for path in folders(source) if has_pictures(path)]
+    named = {path.name: classes(path) for path in tops if path.name in SPLITS}
     parts = {name: by_class for name, by_class in named.items() if by_class}
     if named and "train" not in parts:
         first = source / min(parts or named)
         cause = "no train is next to it" if parts else "holds pictures, not class folders"
         raise Unsaid(f"{first} has the name of a split, but {cause}")
     mixed = parts and _holds_pictures(source / "train")
-    for name in tops.keys() - SPLITS.keys() if parts else ():
-        if mixed or parts["train"].keys() & classes(source / name):
-            raise Unsaid(f"{source / name} next to {source / 'train'} may be a class, or a split")
+    for path in (path for path in tops if parts and path.name not in SPLITS):
+        if mixed or parts["train"].keys() & {word(below.name) for below in folders(path)}:
+            raise Unsaid(f"{path} next to {source / 'train'} may be a class, or a split")
     if not parts:
-        _check_names(source, tops)
-        parts = {"": tops}
+        parts = {"": classes(source)}
+        _check_names(source, parts[""])
     for name, by_class in parts.items():
         _check_depth(source / name, by_class)
     splits = by_split(source, ((SPLITS.get(k, "train"), f"{k}/", x) for k, x in parts.items()))

@@ -20,7 +20,7 @@ METADATA = "Hugging Face's metadata"
 
 
 def _folders(folder: Path) -> bool:
-    return any(folders.pictures(path) for path in folders.folders(folder))
+    return any(map(folders.has_pictures, folders.folders(folder)))
 
 
 CONVENTIONS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Words], Source]]] = {

@@ -17,7 +17,7 @@ import numpy as np
 
 from vit.config.cli import command
 from vit.data.sources import arrays, parquet, tables
-from vit.data.sources.folders import folders, is_part, pictures
+from vit.data.sources.folders import folders, has_pictures, is_part, pictures
 from vit.data.sources.source import Source, is_picture
 from vit.data.sources.words import NONE, SPLITS, Words, filled
 
@@ -91,7 +91,7 @@ def hint(folder: Path, read: Callable[[Path, Words], Source]) -> str:
     for pattern, what in FOREIGN.items():
         reasons += [what] * any(any(place.glob(pattern)) for place in places)
     reasons += filter(None, [unpack(folder)])
-    if any(pictures(folder)):
+    if has_pictures(folder):
         reasons.append("Put the pictures of each class into a folder, or write a table for --table")
     return f". {reasons[0]}" if reasons else ""
 
@@ -191,7 +191,7 @@ def _arrays(folder: Path) -> Iterator[Words]:
 
 def _folders(folder: Path) -> Iterator[Guess]:
     """Yield the levels of folders that may be classes."""
-    tops = [path for path in folders(folder) if pictures(path)]
+    tops = _below(folder)
     levels = [_level(path) for path in tops]
     inner = [(top, x) for top, x in zip(tops, levels, strict=True) if len(_below(x)) > 1]
     names = [str(level.relative_to(folder)) for _, level in inner]
@@ -209,7 +209,7 @@ def _folders(folder: Path) -> Iterator[Guess]:
 
 
 def _below(folder: Path) -> list[Path]:
-    return [path for path in folders(folder) if pictures(path)]
+    return [path for path in folders(folder) if has_pictures(path)]
 
 
 def _level(folder: Path) -> Path:
