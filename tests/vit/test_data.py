@@ -426,7 +426,7 @@ def test_arrays_of_pillow_are_colours_not_numbers_of_a_palette():
 
 @pytest.mark.parametrize(("bits", "largest"), [(8, 255), (12, 4095), (16, 65535)])
 def test_grey_values_have_as_many_bits_as_the_user_says(bits, largest):
-    """Small values are dark, not of fewer bits; in `vit.prepare` and in prediction."""
+    """Small values are dark, not of fewer bits."""
     image = Image.fromarray(np.array([[0, largest // 2, largest]], np.uint16))
     assert np.asarray(augment.opaque(image, bits)).tolist() == [[0, 127, 255]]
     assert np.asarray(augment.opaque(image)).max() == largest >> 8
