@@ -815,8 +815,10 @@ def test_folders_of_no_form(tmp_path):
         ValueError, match=r"none of these \(1 pictures without classes\): .*parq.*pickl"
     ):
         forms.read(tmp_path)
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is no folder$"):
         forms.read(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is no folder. Archives are not read: unpack x.zip first"):
+        forms.read(tmp_path / "x.zip")
 
 
 def test_a_table_reads_nothing_outside_its_folder(tmp_path):
