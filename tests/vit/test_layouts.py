@@ -432,7 +432,7 @@ LAYOUTS = {name: (*row, None) for name, row in READ.items()} | COMMANDS
 """The files, what is read of them, and a part of the command if they are refused."""
 REFUSED = {
     "one-hot columns": (ONE_HOT, "a column for each class, but a picture has one class"),
-    "a|b": (MARKED, "a picture"),
+    "a|b": (MARKED, r"'a\|b' .* names several classes: a picture has one class"),
     "WebDataset": ({"x-000000.tar": b""}, "WebDataset.*unpack them"),
     "CIFAR pickles": ({"data_batch_1": b"", "batches.meta": b""}, "pickled files may run code"),
     "TFRecords": ({"512/x.tfrecord-00000-of-00001": b""}, "TFRecords are not read: .*tfds build"),
@@ -473,7 +473,10 @@ def read_by(command):
 
 
 def pairs(source):
-    return {k: {(shade(x.read()), x.label) for x in f()} for k, f in source.splits.items()}
+    """Shade and class of each picture, once each."""
+    rows = {k: [(shade(x.read()), x.label) for x in f()] for k, f in source.splits.items()}
+    assert all(len(each) == len({*each}) for each in rows.values())
+    return {k: {*each} for k, each in rows.items()}
 
 
 @pytest.mark.parametrize(("content", "wanted", "part"), LAYOUTS.values(), ids=LAYOUTS)
