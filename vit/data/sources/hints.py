@@ -11,37 +11,21 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from vit.config.cli import command
-from vit.data.sources import arrays, parquet, tables
-from vit.data.sources.folders import folders, has_pictures, is_part, pictures
+from vit.data.sources import arrays, parquet, table_hints
+from vit.data.sources.folders import folders, has_pictures, is_part
 from vit.data.sources.source import Source, is_picture
-from vit.data.sources.words import NONE, SPLITS, Words, filled
+from vit.data.sources.table_hints import part_of
+from vit.data.sources.words import NONE, Words
 
 Guess = tuple[Path, Words] | str
 """A folder and words that may be meant, or a sentence on why none can be."""
 
-LABELS = "label", "labels", "class", "classid", "category", "target", "species", "breed", "dx"
-"""Usual names of the column of classes."""
-COLUMNS = "split", "subset", "set", "partition", "is_train", "is_training"
-"""Usual names of the column of splits."""
-GROUPS = re.compile("patient|lesion|subject|group|person")
-"""Words in the name of a column whose equal entries are pictures of one object."""
-PARTS = {
-    "train": "train",
-    "val": "validation",
-    "dev": "validation",
-    "eval": "validation",
-    "test": "test",
-}
-"""Split of a word by its beginning."""
 FEW = 4
 """Folders that are looked into."""
-LONGEST = 64 * 2**20
-"""Bytes of a table that is looked at."""
 FOREIGN = {
     "*.tfrecord*": "TFRecords are not read: prepare the data set with TFDS, tfds build"
     " --file_format=array_record, and train on it with --config.data.name and --config.data.dir",
@@ -122,7 +106,7 @@ def _digits(folder: Path) -> str:
     for path in filter(Path.is_file, sorted(folder.glob("*.csv"))):
         with path.open(errors="replace") as file:
             head = file.readline().split(",")
-        side, part = round((len(head) - 1) ** 0.5), _part(path.stem).replace("validation", "val")
+        side, part = round((len(head) - 1) ** 0.5), part_of(path.stem).replace("validation", "val")
         if head[0] == "label" and side > 1 and side**2 == len(head) - 1:
             rows, part = f"r({str(path)!r})", part or "train"
             given[f"x_{part}"] = f"{rows}[:, 1:].reshape(-1, {side}, {side})"
@@ -134,14 +118,13 @@ def _digits(folder: Path) -> str:
 def guesses(folder: Path) -> Iterator[Guess]:
     """Yield what may be meant, the likeliest first."""
     yield from ((folder, words) for words in (*_PUBLISHED, *_arrays(folder)))
-    tables = list(_tables(folder))
-    yield from (x for x in tables if isinstance(x, str))
-    described = [x for x in tables if isinstance(x, Words)]
-    described.sort(key=lambda x: (x.label.strip("{}").lower() not in LABELS, ":" not in x.label))
-    first = [x for x in described if x.label.strip("{}").lower() in LABELS or ":" in x.label]
-    yield from ((folder, words) for words in first)
+    described = [*table_hints.described(folder)]
+    yield from (x for x in described if isinstance(x, str))
+    ranked = [(table_hints.rank(x), x) for x in described if isinstance(x, Words)]
+    for rank in (0, 1):  # columns of a usual name, then folders in the names of pictures
+        yield from ((folder, words) for each, words in ranked if each == rank)
     yield from _folders(folder)
-    yield from ((folder, words) for words in described)
+    yield from ((folder, words) for _, words in ranked)
     if not all(is_part(path.name) for path in _below(folder)):
         yield folder, Words(classes=(".",))
 
@@ -177,7 +160,7 @@ def _arrays(folder: Path) -> Iterator[Words]:
             members = arrays.loaded(path)
             for (image, x), (label, y) in itertools.product(members.items(), repeat=2):
                 if x.ndim > 2 and x.dtype == np.uint8 and y.shape == x.shape[:1]:
-                    part = _part(image) or _part(path.stem) or "train"
+                    part = part_of(image) or part_of(path.stem) or "train"
                     pairs[part].append((place + image, place + label))
         for each in zip(*pairs.values(), strict=False):  # the first pair of each split, ...
             parts = [f":{part}" * (len(pairs) > 1) for part in pairs]
@@ -185,7 +168,7 @@ def _arrays(folder: Path) -> Iterator[Words]:
             yield Words(images=images, labels=labels)
         for path in parquet.paths(folder)[:1]:
             images, labels = parquet.fitting(path)
-            labels = sorted(labels, key=lambda x: x.lower() not in LABELS)
+            labels = sorted(labels, key=lambda x: x.lower() not in table_hints.LABELS)
             yield from (Words(images=(x,), labels=(y,)) for x in images for y in labels)
 
 
@@ -195,7 +178,7 @@ def _folders(folder: Path) -> Iterator[Guess]:
     levels = [_level(path) for path in tops]
     inner = [(top, x) for top, x in zip(tops, levels, strict=True) if len(_below(x)) > 1]
     names = [str(level.relative_to(folder)) for _, level in inner]
-    parts = [_part(top.name) for top, _ in inner]
+    parts = [part_of(top.name) for top, _ in inner]
     if "train" in parts and len({*parts} - {""}) == len(parts) > 1:
         yield folder, Words(classes=[f"{x}:{part}" for x, part in zip(names, parts, strict=True)])
     if len(inner) > 1 and len({re.sub(r"\d+", "", top.name) for top, _ in inner}) == 1:
@@ -217,112 +200,3 @@ def _level(folder: Path) -> Path:
     below = _below(folder)
     is_passed = len(below) == 1 and not any(map(is_picture, folder.iterdir()))
     return _level(below[0]) if is_passed else folder
-
-
-def _part(name: str) -> str:
-    """Return the split that a name may mean; "" for none."""
-    words = re.findall("[a-z]+", name.lower())
-    return next((PARTS[x] for word in words for x in PARTS if word.startswith(x)), "")
-
-
-def _tables(folder: Path) -> Iterator[Words | str]:
-    """Yield words for the tables near a folder that name pictures.
-
-    Tables of the same columns whose names differ only in a split are one.
-    """
-    index: dict[str, list[str]] = defaultdict(list)
-    for path in pictures(folder):
-        for name in {path.name, path.stem}:
-            index[name].append(path.relative_to(folder).as_posix())
-    described: dict[tuple[Words | str, str], list[str]] = defaultdict(list)
-    for path in sorted([*folder.glob("*.*"), *folder.glob("*/*.*")]):
-        is_table = path.suffix in (".csv", ".tsv", ".txt", ".jsonl", ".parquet")
-        if is_table and path.stat().st_size < LONGEST and "submission" not in path.stem:
-            name = str(path.relative_to(folder))
-            without = re.sub("(train|val|dev|eval|test)[a-z]*", "", name.lower())
-            with contextlib.suppress(ValueError):
-                for words in _described(path, index):
-                    described[words, without].append(name)
-    for (words, _), names in described.items():
-        if isinstance(words, str):
-            yield words
-            continue
-        parts = [_part(name) for name in names]
-        if "train" in parts and len({*parts} - {""}) == len(parts) > 1:
-            names = [f"{name}:{part}" for name, part in zip(names, parts, strict=True)]
-            yield words._replace(table=tuple(names))
-        yield from (words._replace(table=(name,)) for name in names)
-
-
-def _described(path: Path, index: dict[str, list[str]]) -> Iterator[Words | str]:
-    """Yield words for a table: a column that names pictures, and one that may have the classes."""
-    table = tables.load(path)
-    is_head = not any(x.rpartition("/")[2] in index for x in table.columns)
-    table = table if is_head else tables.load(path, has_header=False)
-    entries = dict(zip(table.columns, zip(*table.rows, strict=True), strict=True))
-    found = {
-        name: x for name, each in entries.items() if name and (x := _picture(name, each, index))
-    }
-    most = max((x.number for x in found.values()), default=0)  # numbers of classes are few
-    named = {name: x for name, x in found.items() if x.number == most}
-    others = {name: each for name, each in entries.items() if name not in named}
-    digits = [{*each} <= {"0", "1", "0.0", "1.0"} for each in others.values()]
-    if named and all(digits) and sum(len({*each}) == 2 for each in others.values()) > 2:
-        yield (
-            f"{path} has a column for each class, but a picture has one class: write its name into"
-            " one column"
-        )
-        return
-    for column, (picture, _, missing) in named.items():
-        group = next((f"{{{x}}}" for x in others if GROUPS.search(x.lower())), "")
-        words = Words((), picture, group=group, no_header=not is_head, max_missing=missing)
-        for name, each in others.items():
-            splits = {x: _split(name, x) for x in dict.fromkeys(each)}
-            if name.lower() in COLUMNS and all(splits.values()):
-                said = tuple(f"{x}:{split}" for x, split in splits.items())
-                said = () if splits.keys() <= SPLITS.keys() else said
-                words = words._replace(split=f"{{{name}}}", splits=said)
-        for name in sorted(others, key=lambda x: x.lower() not in LABELS):
-            is_usual = name.lower() in LABELS
-            if 1 < len({*others[name]}) < len(table.rows) + is_usual:
-                yield words._replace(label=f"{{{name}}}")
-        if all("/" in entry for entry in entries[column]):
-            yield words._replace(label=f"{{{column}:folder}}")
-
-
-def _split(column: str, word: str) -> str:
-    """Return the split that a word of a column may mean; "" for none."""
-    numbers = (
-        {"1": "train", "0": "test"}
-        if "train" in column.lower()
-        else {"0": "train", "1": "validation", "2": "test"}
-    )
-    return numbers.get(word) or _part(word)
-
-
-class _Picture(NamedTuple):
-    """Template of a column, the number of pictures, and the share of rows without one."""
-
-    template: str
-    number: int
-    missing: float
-
-
-def _picture(column: str, entries: tuple[str, ...], index: dict[str, list[str]]) -> _Picture | None:
-    """Return the template of a column that names pictures in most rows."""
-    for form in (f"{{{column}}}", f"{{{column}:name}}"):
-        forms, named, hits = set(), set(), 0
-        for entry in entries:
-            value = filled(form, {column: entry})
-            paths = [x for x in index.get(value.rpartition("/")[2], []) if value in x]
-            hits += bool(paths)
-            named |= {*paths[:1]}
-            forms |= {x.rpartition(value)[::2] for x in paths[:1]}
-        suffixes = {end for _, end in forms}
-        folders = [start.split("/") for start, _ in forms]
-        if 2 * hits >= len(entries) and len(suffixes) == len({*map(len, folders)}) == 1:
-            parts = zip(*folders, strict=True)
-            start = "/".join(x[0] if len({*x}) == 1 else "*" for x in parts)
-            missing = -(-100 * (len(entries) - hits) // len(entries)) / 100
-            return _Picture(f"{start}{form}{suffixes.pop()}", len(named), missing)
-    return None
