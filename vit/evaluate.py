@@ -14,7 +14,8 @@ of uniform attention. The frequencies are new draws by the run's coupling; refin
 (`vit.reports.class_report`) and prints the worst classes.
 
 --split, --name, --data_dir and --batch_size evaluate on other data: another split, or another data
-set with the same classes or some of them, matched by name. Nothing is written.
+set with the same classes or some of them, matched by name; with --match=number in the order of the
+labels. Nothing is written.
 
 Without --report the command also runs on several hosts: on each with --distributed.
 """
@@ -30,6 +31,7 @@ import jax
 from vit import config as configs
 from vit import data, use
 from vit.config import arguments
+from vit.data.classes import Match
 from vit.model import classification
 from vit.reports import metrics
 from vit.reports.attention_report import report_attention
@@ -69,6 +71,7 @@ def evaluate_on(
     workdir: Path,
     fields: Mapping[str, Any],
     step: int | str | None = None,
+    match: Match = "name",
 ) -> metrics.Record:
     """Evaluate a run on other data than its evaluation split.
 
@@ -78,6 +81,7 @@ def evaluate_on(
         workdir: folder of the run.
         fields: fields of the section `data` of the config to replace.
         step: as in `vit.load`.
+        match: how classes are matched, as `vit.data.classes.matched`.
 
     Returns:
         As `evaluate_run`.
@@ -102,7 +106,7 @@ def evaluate_on(
         message = str(error).replace("config.data.train_split", "config.data.eval_split")
         raise ValueError(message) from error
     dataset = dataset._replace(channels=trained.channels)
-    dataset = data.with_classes(dataset, trained.class_names)
+    dataset = data.with_classes(dataset, trained.class_names, match)
     task = classification.task(dataset.num_classes, dataset.channels, config.optim.loss)
     batches = runs.eval_batches(dataset, config, mesh)
     record = evaluate_model(task, trained.model, batches)
@@ -117,6 +121,7 @@ def main(
     name: str | None = None,
     data_dir: str | None = None,
     batch_size: int | None = None,
+    match: Match = "name",
     hosts: devices.Hosts = devices.ALONE,
 ) -> None:
     """Run the command.
@@ -127,6 +132,7 @@ def main(
         name: data set with the same classes, or some of them.
         data_dir: folder of that data set.
         batch_size: images per batch; the run's if none.
+        match: match the classes of that data set by name, or by number: in the order of the labels.
     """
     given = {"eval_split": split, "name": name, "dir": data_dir, "batch_size": batch_size}
     fields = {f"data.{field}": value for field, value in given.items() if value is not None}
@@ -135,12 +141,17 @@ def main(
             f"--report={report} uses the run's own evaluation split: remove --split, --name,"
             " --data_dir and --batch_size"
         )
+    if match == "number" and not fields:
+        raise ValueError("--match=number is for another data set: give --name and --data_dir")
     devices.join(hosts)
     if report and jax.process_count() > 1:
         raise ValueError(f"--report={report} requires a single process")
     if jax.process_index() == 0:
         print(f"loading {workdir} and compiling its evaluation", file=sys.stderr)
-    record = evaluate_on(workdir, fields, step=step) if fields else evaluate_run(workdir, step=step)
+    if fields:
+        record = evaluate_on(workdir, fields, step, match)
+    else:
+        record = evaluate_run(workdir, step=step)
     if jax.process_index() == 0:
         print("\n".join(f"{name:14} {value}" for name, value in record.items()))
     if report == "attention":

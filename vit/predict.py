@@ -28,6 +28,7 @@ from vit import use
 from vit.config import arguments, cli
 from vit.data.sources import folders
 from vit.data.sources.source import READ
+from vit.data.sources.words import check_bits
 from vit.reports import rollout
 from vit.run import buckets, devices, files, safety
 
@@ -67,6 +68,7 @@ def predict(
     paths: Sequence[Path],
     top: int = 5,
     unreadable: Callable[[Path, Exception], Any] = lambda path, error: None,
+    bits: int = 16,
 ) -> Iterator[list[Predicted]]:
     """Yield batches of pictures with their most likely classes.
 
@@ -75,11 +77,12 @@ def predict(
         paths: files.
         top: number of classes per picture.
         unreadable: called with the path and the error of a file that cannot be read.
+        bits: as in `Trained.pixels`.
     """
 
     def read(path: Path) -> tuple[Path, np.ndarray] | None:
         try:
-            return path, model.pixels(path)
+            return path, model.pixels(path, bits)
         except ValueError as error:
             unreadable(path, error)
 
@@ -138,6 +141,7 @@ def main(
     top: int = 5,
     csv: Path | None = None,
     attention: Path | None = None,
+    bits: int = 16,
 ) -> None:
     """Run the command.
 
@@ -145,9 +149,11 @@ def main(
         top: number of classes per picture.
         csv: file for the predictions, which are then not printed.
         attention: folder for figures of the attention.
+        bits: bits of grey values that files store in 16, as --bits of `vit.prepare`.
     """
     number, bad = 0, []
     devices.check_alone()
+    check_bits(bits)
     if top < 1:
         raise ValueError(f"--top={top} must be at least 1")
     if csv:
@@ -171,7 +177,7 @@ def main(
         Progress(console=Console(stderr=True), disable=not csv) as progress,
     ):
         bar = progress.add_task("pictures", total=len(files))
-        for batch in predict(model, files, top, unreadable):
+        for batch in predict(model, files, top, unreadable, bits):
             if attention:
                 draw_attention(model, batch, attention, number)
             add(batch)

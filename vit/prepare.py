@@ -2,15 +2,26 @@
 
     python -m vit.prepare --source=DIR [--out=data] [--name=NAME] [--max_side=320]
 
-The format of the source is detected from its files:
+Read are these published conventions:
 
-    class folders train/<class>/*.jpg|jpeg|png, and val/ or test/ alike; or <class>/*.jpg at once
-    a table       (csv, txt, jsonl) with a row for each picture: its file, its class and its split
+    class folders <split>/<class>/* with the splits train, validation (or val) and test; or
+                  <class>/* (ImageFolder of torchvision and TFDS)
+    metadata.csv  or .jsonl or .parquet, with file_name and label (Hugging Face's image folder)
+    parquet files whose metadata name an Image and a ClassLabel (Hugging Face): train-*.parquet, ...
+    npz files     with the names of Keras (x_train, y_train, ...) or MedMNIST (train_images, ...)
     IDX files     train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-... (MNIST and its family),
                   each plain or as .gz
-    npz files     arrays images, labels; or x_train, y_train, x_test, ...
-    parquet files as Hugging Face writes them: train-00000-of-00001.parquet, ...
     ILSVRC2012    ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, which are never unpacked
+
+Anything else is described by flags:
+
+    --table=labels.csv --picture='train/{id}.jpg' --label='{breed}'
+    --classes=color                 the folder whose folders are the classes
+    --images=imgs --labels=targets  arrays of npz files, or columns of parquet files
+
+A source that follows no convention and is not described is refused, with the command that is
+probably meant. A table of the classes with the counts of each split is printed first; --dry_run
+stops there.
 
 If there is nothing to evaluate on, a share of every class is held out as "validation". The command
 that trains on the result is printed. JPEG and PNG files are stored unchanged; other formats, colour
@@ -48,6 +59,7 @@ from vit.config.cli import command
 from vit.data import augment
 from vit.data.sources import folders, forms, ilsvrc2012
 from vit.data.sources.source import Example, Source, with_validation
+from vit.data.sources.words import NONE, Words
 from vit.run import buckets, devices
 
 VERSION = "1.0.0"
@@ -57,6 +69,8 @@ FEW = 30
 """Pictures to evaluate on below which `prepare` warns."""
 INSPECTED = 200
 """Pictures by which a grey data set is detected."""
+GREY = {"1", "L", "LA"}
+"""Pillow's modes of grey pictures."""
 END_OF_JPEG = b"\xff\xd9"
 AHEAD = 4
 """Pictures for each core that are read before they are written."""
@@ -67,64 +81,74 @@ def prepare(
     out: Path = Path("data"),
     name: str = "",
     max_bad_files: int = 10,
+    words: Words = NONE,
     *,
     validation: float | None = None,
     seed: int = 0,
-    labels_column: str = "",
     max_side: int = 0,
     files: int = 0,
+    channels: int = 0,
+    dry_run: bool = False,
 ) -> dict[str, int]:
     """Write the data set `out/name/1.0.0`.
 
     Args:
-        source: folder with raw pictures, in a format of the list above.
+        source: folder with raw pictures.
         out: folder of TFDS data sets; made if it does not exist. For gs://... the data set is
             written to the folder of temporary files and uploaded.
         name: name of the data set, lower case letters, digits and underscores; the folder's
             if empty.
         max_bad_files: number of unreadable files that are tolerated.
+        words: description of a source that follows no convention.
         validation: share of training that is held out; None: 0.1 if there is no other split, else
             nothing.
         seed: seed of the held-out part.
-        labels_column: column of classes in a csv or parquet file; detected by its name if empty.
         max_side: largest shorter side of a picture in pixels; 0: no limit.
         files: files of each split, at most as many as it has pictures; 0: by their bytes, as TFDS.
+        channels: 1 converts pictures to grey, 3 to colour. 0: the data set is grey if a sample of
+            its pictures is; one in colour is then an error.
+        dry_run: print the table of classes and stop; nothing is written.
 
     Returns:
         The number of examples of each split, and under "skipped" the number of files left out.
 
     Raises:
-        ValueError: if the folder has none of the forms, files are inconsistent, the name is taken,
-            or too many files are bad.
+        ValueError: if the source follows no convention and is not described, files are
+            inconsistent, the name is taken, or too many files are bad.
         OSError: if the data set cannot be written; nothing stays then.
     """
     if min(max_bad_files, seed, max_side, files) < 0:
         raise ValueError("--max_bad_files, --seed, --max_side and --files must not be negative")
+    if channels not in (0, 1, 3):
+        raise ValueError(f"--channels={channels} must be 1 (grey), 3 (colour) or 0 (as they are)")
     buckets.check_local(source, "--source=")
-    opened = _with_channels(forms.read(source, labels_column))
-    if len(opened.class_names) < 2:
-        raise ValueError(
-            f"{source} has pictures of one class only, {opened.class_names[0]!r}: there is nothing"
-            " to classify"
-        )
+    opened = forms.read(source, words)
     name = name or default_name(source)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(
             f"--name={name!r} must be lower case letters, digits and underscores, a letter first"
         )
     target = out / name / VERSION
-    if target.exists():
+    if target.exists() and not dry_run:
         raise ValueError(f"{target} exists already; remove it or take another --name or --out")
     if validation is not None or list(opened.splits) == ["train"]:
         opened = with_validation(opened, VALIDATION if validation is None else validation, seed)
+    print("\n".join(folders.table(opened)), flush=True)
+    if dry_run:
+        print("\n".join(folders.account(source, opened)))
+        return {split: number.total() for split, number in opened.counts.items()}
+    opened = opened._replace(channels=channels) if channels else _with_channels(opened)
     skipped: list[str] = []
 
     def examples(split: str) -> Iterator[tuple[str, dict[str, Any]]]:
         written = 0
-        whole = partial(encode, channels=opened.channels, max_side=max_side)
+        options = dict(max_side=max_side, bits=words.bits, is_grey=not channels)
+        whole = partial(encode, channels=opened.channels, **options)
         for number, (example, result) in enumerate(encoded(opened.splits[split](), whole)):
             try:
                 image = result()
+            except InColour as error:
+                raise ValueError(f"{example.name}: {error}") from error
             except Exception as error:  # PIL raises many kinds for broken files
                 skipped.append(example.name)
                 print(f"skipped {example.name}: {error}", file=sys.stderr)
@@ -175,12 +199,12 @@ def _with_channels(source: Source) -> Source:
     if source.channels:
         return source
     train = source.splits["train"]
-    step = max(1, sum(1 for _ in train()) // INSPECTED)
+    step = max(1, source.counts["train"].total() // INSPECTED)
     modes = set()
     for example in itertools.islice(train(), None, None, step):
         with contextlib.suppress(Exception):  # the file is named when it is written
             modes.add(augment.open_image(example.read()).mode)
-    return source._replace(channels=1 if modes and modes <= {"1", "L", "LA"} else 3)
+    return source._replace(channels=1 if modes and modes <= GREY else 3)
 
 
 @contextlib.contextmanager
@@ -218,17 +242,30 @@ def encoded(
         yield from waiting
 
 
-def encode(image: bytes, channels: int, max_side: int = 0) -> bytes:
+class InColour(ValueError):
+    """A picture in colour of a data set that seems to be grey."""
+
+
+def encode(
+    image: bytes, channels: int, max_side: int = 0, bits: int = 16, *, is_grey: bool = False
+) -> bytes:
     """Return a whole, upright grey or RGB image as JPEG or PNG; unchanged if it is one already.
 
     WebP becomes JPEG. Of a file with several JPEG images (MPO, of phones) the first is kept. A
-    shorter side above `max_side`, if that is not 0, becomes as long (bicubic, antialiased).
+    shorter side above `max_side`, if that is not 0, becomes as long (bicubic, antialiased). Grey
+    values that are stored in 16 bits have `bits`, of which the higher 8 are kept.
 
     Raises:
+        InColour: with `is_grey`, for a picture in colour where channels = 1.
         OSError, SyntaxError, ...: as PIL, if the bytes are no image or a truncated one.
     """
-    with augment.open_image(image) as opened:
+    with augment.open_image(image, bits) as opened:
         opened.load()
+        if is_grey and channels == 1 and opened.mode not in GREY:
+            raise InColour(
+                "it is in colour, but the pictures that were looked at first are grey: give"
+                " --channels=3, or --channels=1 to make all grey"
+            )
         form, first = _form(opened, image)
         kind = "JPEG" if form in ("JPEG", "WEBP") else "PNG"
         modes = ("L",) if channels == 1 else ("L", "RGB")
@@ -288,6 +325,8 @@ def main(source: Path, out: Path, name: str, **options: Any) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # cleans up, as Ctrl-C does
     name = name or default_name(source)
     counts = prepare(source, out, name, **options)
+    if options["dry_run"]:
+        return
     print(", ".join(f"{count} {split}" for split, count in counts.items()))
     config, softmax = f"my_images:{out / name}", {"config.attention.kind": "softmax"}
     print("train on it with:")

@@ -26,7 +26,8 @@ remat and the initial values. Adapted are:
                 transformers without
     colours     mean and deviation become part of the patch embedding, so that pixels from -1 to 1
                 serve all; for grey pictures its colours are added up
-    head        loaded for the same number of classes, sorted by name if both name the same ones
+    head        loaded for the same classes, sorted by name; with --match=number for as many
+                classes, in the order of the labels; new otherwise
 
 Without a config pictures are resized as the published preprocessing does, with the filter bicubic;
 a line is printed where the run does something else.
@@ -42,7 +43,7 @@ from vit import config as configs
 from vit import data
 from vit import weights as published
 from vit.config import arguments, cli
-from vit.data.classes import placeholders
+from vit.data.classes import Match, placeholders
 from vit.model import ViT
 from vit.run import buckets, devices, runs, safety
 from vit.weights import hub, transfer
@@ -59,10 +60,12 @@ IMAGE_SIZE = 224
 """Side of the pictures of a run without data, if neither positions nor JSON show it."""
 
 
-def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> list[str]:
+def pretrained(
+    weights: Path, config: configs.Config | None, workdir: Path, match: Match = "name"
+) -> list[str]:
     """Make the run and return lines on what was read and what was not loaded.
 
-    A head for another number of classes stays as initialised, and so does one that follows layers
+    A head for other classes stays as initialised, and so does one that follows layers
     which this model lacks (big_vision's `MAPHead_0`; `pre_logits`, if the config has none).
 
     Args:
@@ -70,6 +73,7 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
         config: of the new run; None for a run without data.
         workdir: folder of the new run. It appears in one piece, and after a kill the same call
             begins anew.
+        match: how classes are matched, as `vit.data.classes.matched`.
 
     Raises:
         ValueError: if the config cannot work, the workdir is not empty, the file cannot be read or
@@ -85,7 +89,7 @@ def pretrained(weights: Path, config: configs.Config | None, workdir: Path) -> l
     new = of_encoder(config, encoder)
     runs.check_learned(new)
     with transfer.begun(new, workdir, {"weights": origin}, dataset) as (model, _, dataset):
-        named, lines = fitted(encoder, model, dataset)
+        named, lines = fitted(encoder, model, dataset, match)
         lines += resizing(encoder, new.data)
         report = [f"downloaded: {origin}"] * is_name + [*encoder.lines, *lines]
         return [*report, *load(model, named, str(weights))]
@@ -139,7 +143,9 @@ def _no_data(encoder: Encoder) -> data.Dataset:
     return data.Dataset((), (), names, encoder.arrays["embed/kernel"].shape[2])
 
 
-def fitted(encoder: Encoder, model: ViT, dataset: data.Dataset) -> tuple[Arrays, list[str]]:
+def fitted(
+    encoder: Encoder, model: ViT, dataset: data.Dataset, match: Match = "name"
+) -> tuple[Arrays, list[str]]:
     """Return the arrays of an encoder for this grid, these colours and classes, and a report."""
     named, antialias = dict(encoder.arrays), encoder.metadata.antialias
     resample = partial(transfer.resampled, antialias=antialias)
@@ -153,12 +159,18 @@ def fitted(encoder: Encoder, model: ViT, dataset: data.Dataset) -> tuple[Arrays,
     if number != len(ours):
         return named, lines
     named_by = theirs if len(theirs) == number else placeholders(number)
-    report = transfer.fit_head(named, named_by, ours)
-    if not report and len(theirs) == number and theirs != ours:
+    report = transfer.fit_head(named, named_by, ours, match)
+    if report is None:
+        named = {name: x for name, x in named.items() if name not in HEAD}
+        report = [
+            f"head: new, for its classes have {'other' if theirs else 'no'} names;"
+            " --match=number loads it in the order of the labels"
+        ]
+    elif not report and len(theirs) == number and tuple(theirs) != tuple(ours):
         pairs = [f"its {a!r} for {b!r}" for a, b in zip(theirs, ours, strict=True)]
         more = ", ..." * (number > LISTED)
         report = [f"head: loaded in order, whatever the names: {', '.join(pairs[:LISTED])}{more}"]
-    return named, [*lines, *(report or [])]
+    return named, [*lines, *report]
 
 
 def load(model: ViT, named: Arrays, source: str) -> list[str]:
@@ -183,17 +195,23 @@ def load(model: ViT, named: Arrays, source: str) -> list[str]:
     return transfer.differences(named, new, fresh, "new")
 
 
-def main(weights: Path, workdir: Path, config: configs.Config | None = None) -> None:
+def main(
+    weights: Path,
+    workdir: Path,
+    config: configs.Config | None = None,
+    match: Match = "name",
+) -> None:
     """Run the command.
 
     Args:
         weights: file .safetensors or .npz of a ViT, or OWNER/NAME of the Hugging Face Hub.
         workdir: folder of the new run.
         config: bundled config or file with get_config(); none makes a run without data.
+        match: match the classes of the head by name, or by number: in the order of the labels.
     """
     logging.set_verbosity(logging.FATAL)  # a failed save is raised: Orbax logs it a dozen times
     devices.check_alone()
-    report = pretrained(weights, config, workdir)
+    report = pretrained(weights, config, workdir, match)
     print("\n".join([*report, f"{weights} is step 0 of the run in {workdir}"]))
     following = cli.command("evaluate" if config else "predict", workdir=workdir)
     print(f"next: {following}{'' if config else ' FILE_OR_FOLDER ...'}")

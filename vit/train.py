@@ -23,6 +23,7 @@ from absl import logging
 from vit import config as configs
 from vit.config import arguments
 from vit.config.cli import command
+from vit.data.classes import Match
 from vit.model import classification
 from vit.reports import metrics
 from vit.run import devices, loggers
@@ -40,6 +41,7 @@ def main(
     data_size: Sequence[int] = (),
     profile: bool = False,
     init_from: Path | None = None,
+    match: Match = "name",
     log: Sequence[str] = (),
     hosts: devices.Hosts = devices.ALONE,
 ) -> None:
@@ -53,6 +55,7 @@ def main(
         data_size: with --dry_run: training examples, evaluation examples, classes, channels.
         profile: trace five steps after the first line of the log.
         init_from: run whose parameters initialise a new run in --workdir.
+        match: with --init_from: match the classes of the head by name, or by number.
         log: further loggers: tensorboard, wandb, mlflow.
     """
     logging.set_verbosity(logging.FATAL)  # Orbax logs a failed save, which is raised, many times
@@ -73,7 +76,7 @@ def main(
         sys.exit(plan["fits"] is False)
     loggers.check(log)
     if init_from:
-        for line in transfer.init_from(init_from, config, workdir):
+        for line in transfer.init_from(init_from, config, workdir, match=match):
             print(line)
     record = train(config, workdir, profile=profile, log=log)
     if jax.process_index() == 0:

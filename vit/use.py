@@ -29,6 +29,7 @@ from vit import config as configs
 from vit import data
 from vit.config import recipe
 from vit.data import augment
+from vit.data.classes import in_order, word
 from vit.data.sources.source import content as read
 from vit.data.sources.source import holdout
 from vit.model import ViT, classification
@@ -135,15 +136,22 @@ class Trained:
         logits, features = _outputs(self.model, np.pad(pixels, padding))
         return np.asarray(logits)[: len(pixels)], np.asarray(features)[: len(pixels)]
 
-    def pixels(self, image: Any) -> UInt8[np.ndarray, "size size c"]:
+    def pixels(self, image: Any, bits: int = 16) -> UInt8[np.ndarray, "size size c"]:
         """Return the input of the model for one image, given as in `predict`.
+
+        Args:
+            image: as in `predict`.
+            bits: bits of the grey values of a file that stores them in 16.
 
         Raises:
             ValueError: for an input that is no image; the message names it.
         """
         is_file = isinstance(image, str | os.PathLike)
         try:
-            content = upright(read(Path(image))) if is_file else checked(image)
+            if is_file and bits < 16:
+                content = checked(augment.open_image(read(Path(image)), bits))
+            else:
+                content = upright(read(Path(image))) if is_file else checked(image)
             return data.evaluated_pixels(content, self.config.data, self.channels)
         except Exception as error:  # PIL raises many kinds for broken files
             name = image if is_file else "an array"
@@ -248,8 +256,8 @@ def fit(
     Args:
         images: n images, one array (n, height, width[, c]) or a sequence of arrays (height, width)
             or (height, width, 1 or 3) of any size, uint8, or of images of Pillow.
-        labels: n names or numbers of classes; their sorted values are the classes 0, 1, ... Bytes
-            are names in UTF-8.
+        labels: n names or numbers of classes; the classes 0, 1, ... are the numbers by their size,
+            then the names in order. Bytes are names in UTF-8. 1, 1.0 and "01" are the same class.
         workdir: folder of the run; made if it does not exist.
         config: a `vit.config.Config`, the name of a bundled one, or None for one that is derived
             from the images and `values` by `vit.config.recipe.for_images`. Its data set is not
@@ -305,11 +313,11 @@ def examples(
     Args:
         images: as `fit`.
         labels: as `fit`.
-        class_names: existing names; the sorted labels if None.
+        class_names: existing names; those of the labels if None.
 
     Raises:
         ValueError: if arrays are no images, the number of labels differs, a label is missing (None
-            or NaN) or not among the names, or labels cannot be sorted.
+            or NaN) or not among the names.
     """
     images, values = listed(images), np.asarray(labels)
     if any(isinstance(image, str | os.PathLike) for image in images):
@@ -323,16 +331,13 @@ def examples(
     for i, label in enumerate(labels if isinstance(labels, list | tuple) else values):
         if label is None or label != label:
             raise ValueError(f"the label of image {i} is {label}: leave out images without a label")
-    values = np.char.decode(values.astype(bytes)) if isinstance(values[0], bytes) else values
-    try:
-        names = tuple(map(str, np.unique(values))) if class_names is None else tuple(class_names)
-    except TypeError as error:
-        raise ValueError(f"the labels are of several types, convert them: {error}") from error
-    number = {name: i for i, name in enumerate(names)}
-    others = sorted({str(label) for label in values} - set(names))
+    words = list(map(word, values.tolist()))
+    names = tuple(in_order(words) if class_names is None else class_names)
+    number = {word(name): i for i, name in enumerate(names)}
+    others = in_order({*words} - {*number})
     if others:
         raise ValueError(f"the labels {others[:5]} are not among those of training, {names[:20]}")
     return [
-        {"image": checked(image), "label": number[str(label)]}
-        for image, label in zip(images, values, strict=True)
+        {"image": checked(image), "label": number[label]}
+        for image, label in zip(images, words, strict=True)
     ], names

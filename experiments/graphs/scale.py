@@ -130,7 +130,7 @@ def speed(graph: Graph, num_walks: int, p_halt: float, repeats: int) -> dict:
 def random_graph(num_nodes: int, num_edges: int) -> Graph:
     """Draw ends of edges uniformly; a few are drawn twice and weigh 2, some nodes have none."""
     ends = np.random.default_rng(0).integers(0, num_nodes, (num_edges, 2))
-    return Graph.from_edges(ends, num_nodes)
+    return Graph.from_edges(ends, num_nodes, both_directions=False)
 
 
 def scale(num_nodes: int) -> dict:

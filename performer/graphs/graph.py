@@ -31,19 +31,29 @@ class Graph(NamedTuple):
     """Weights of the edges to the neighbours, floating-point."""
 
     @classmethod
-    def from_edges(cls, edges: Any, num_nodes: int, weights: Any = None) -> "Graph":
-        """Return the graph of a list of edges, each undirected edge once or all in both directions.
+    def from_edges(
+        cls,
+        edges: Any,
+        num_nodes: int,
+        weights: Any = None,
+        *,
+        both_directions: bool | None = None,
+    ) -> "Graph":
+        """Return the graph of a list of edges.
 
         Args:
-            edges: pairs of node ids (E, 2), 0 to num_nodes - 1. Parallel edges add up, unless the
-                list has every edge in both directions with the same weight, as the transposed
-                `edge_index` of PyTorch Geometric: each pair is then one edge.
+            edges: pairs of node ids (E, 2), 0 to num_nodes - 1. Parallel edges add up.
             num_nodes: number of nodes, at least 1; nodes without edges are allowed.
-            weights: weights (E,); 1 each if None.
+            weights: weights (E,), similarities: 0 is no edge, a larger weight a closer pair; 1 each
+                if None.
+            both_directions: True if the list has every edge in both directions, as the transposed
+                `edge_index` of PyTorch Geometric, each pair being one edge; False if it has every
+                edge once, (0, 1) and (1, 0) being parallel edges. Required if there are such pairs.
 
         Raises:
             ValueError: for ids out of range, wrong shapes, more nodes or arcs than int32 can
-                number, or weights that are not real and finite.
+                number, weights that are not real and finite, edges in both directions without
+                `both_directions`, or an edge in one direction with it.
 
         Example:
             >>> Graph.from_edges([(0, 1), (1, 2)], num_nodes=4)
@@ -69,8 +79,18 @@ class Graph(NamedTuple):
         rows, columns = pairs.T.astype(np.int64)
         shape = num_nodes, num_nodes
         arcs = scipy.sparse.coo_array((values, (rows, columns)), shape=shape).tocsr()
-        if not (arcs != arcs.T).nnz:
+        if both_directions:
+            _require_symmetric(arcs)
             return cls.from_scipy(arcs)
+        there = arcs.astype(bool)  # not finite weights included
+        both = scipy.sparse.triu(there, 1).multiply(there.T).tocoo()
+        if both_directions is None and both.nnz:
+            i, j = (int(part[0]) for part in both.coords)
+            raise ValueError(
+                f"the list has the edges ({i}, {j}) and ({j}, {i}): give both_directions=True if"
+                " it has every edge in both directions (edge_index.T of PyTorch Geometric), False"
+                " if these are two parallel edges, which add up"
+            )
         loops = scipy.sparse.diags_array(arcs.diagonal())  # a loop counts once
         return cls.from_scipy(arcs + arcs.T - loops)
 
@@ -196,6 +216,17 @@ class Graph(NamedTuple):
     def to_dense(self) -> Float[Array, "n n"]:
         """Return the weighted adjacency matrix W, dense."""
         return jnp.asarray(self.to_scipy().toarray(), self.weights.dtype)
+
+
+def _require_symmetric(arcs: scipy.sparse.csr_array) -> None:
+    """Raise ValueError for an edge in one direction, or with another weight in the other."""
+    alone = (arcs != arcs.T).tocoo()
+    if alone.nnz:
+        i, j = (int(part[0]) for part in alone.coords)
+        raise ValueError(
+            f"both_directions=True: the edge ({i}, {j}) has the weight {arcs[i, j]:.6g}, and"
+            f" ({j}, {i}) {arcs[j, i]:.6g}"
+        )
 
 
 def require_nonnegative(graph: Graph, purpose: str) -> None:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import networkx
 import numpy as np
+import pytest
 import scipy.sparse
 
 from performer.graphs import Graph, graph_random_features, kernels
@@ -54,7 +55,7 @@ def test_products_with_large_integers():
 
 
 def test_parallel_edges_add_up_and_a_loop_counts_once():
-    graph = Graph.from_edges([(0, 1), (1, 0), (1, 1)], 2, [1.0, 2.0, 5.0])
+    graph = Graph.from_edges([(0, 1), (0, 1), (1, 1)], 2, [1.0, 2.0, 5.0])
     assert graph.to_dense().tolist() == [[0, 3], [3, 5]]
     without = Graph.from_edges(np.zeros((0, 2), int), 3)
     assert without.to_dense().tolist() == np.zeros((3, 3)).tolist()
@@ -87,15 +88,24 @@ def test_a_weight_that_rounds_to_zero_is_no_edge():
         assert Graph.from_scipy(far).degrees.tolist() == [2, 2, 2]
 
 
-def test_edges_in_both_directions_count_once():
-    """As in PyTorch Geometric's edge_index; not if only some of them have both."""
+def test_edges_in_both_directions_count_once_if_the_caller_says_so():
+    """As in PyTorch Geometric's edge_index. Without a word such a list is refused."""
     both = [*EDGES, *((j, i) for i, j in EDGES if i != j)]
     weights = [*WEIGHTS, *(w for (i, j), w in zip(EDGES, WEIGHTS, strict=True) if i != j)]
     order = np.random.default_rng(0).permutation(len(both))
-    found = Graph.from_edges(np.array(both)[order], NUM_NODES, np.array(weights)[order])
+    given = np.array(both)[order], NUM_NODES, np.array(weights)[order]
+    found = Graph.from_edges(*given, both_directions=True)
     np.testing.assert_allclose(found.to_dense(), weights_matrix(), rtol=1e-7)
-    some = Graph.from_edges([(0, 1), (1, 0), (1, 2)], 3)
-    assert some.to_dense().tolist() == [[0, 2, 0], [2, 0, 1], [0, 1, 0]]
+    loops = np.diag(np.diag(weights_matrix()))
+    twice = Graph.from_edges(*given, both_directions=False)
+    np.testing.assert_allclose(twice.to_dense(), 2 * weights_matrix() - loops, rtol=1e-7)
+    for edges in (given[0], [(0, 1), (1, 0), (1, 2)]):
+        message = r"the edges \((\d), (\d)\) and \(\2, \1\): give both_directions=True"
+        with pytest.raises(ValueError, match=message):
+            Graph.from_edges(edges, NUM_NODES)
+    message = r"both_directions=True: the edge \(1, 2\) has the weight 1, and \(2, 1\) 0"
+    with pytest.raises(ValueError, match=message):
+        Graph.from_edges([(0, 1), (1, 0), (1, 2)], 3, both_directions=True)
 
 
 def test_normalised_is_one_minus_the_laplacian():

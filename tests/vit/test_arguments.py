@@ -130,5 +130,8 @@ def test_an_empty_flag_is_not_a_default():
     flags.DEFINE_string("out", "data", "folder", flag_values=values)
     flags.DEFINE_string("name", "", "of it", flag_values=values)
     assert arguments.parse_flags(["program", "--name="], values) == ["program"]
+    flags.DEFINE_bool("no_header", False, "of a table", flag_values=values)
+    arguments.parse_flags(["program", "--no-header", "--name=a-b"], values)
+    assert (values.no_header, values.name) == (True, "a-b")
     with pytest.raises(SystemExit, match="--out= is empty: leave it out"):
         arguments.parse_flags(["program", "--out="], values)

@@ -22,20 +22,44 @@ TEXT_ORDER = sorted(placeholders(12))
     [
         (placeholders(12), TEXT_ORDER, list(map(int, TEXT_ORDER))),
         (TEXT_ORDER, placeholders(12), list(map(TEXT_ORDER.index, placeholders(12)))),
+        ("cde", "ec", [2, 0]),
+        ("0123", "31", [3, 1]),
+        ("cc", "cc", [0, 1]),
+        (("00", "01"), "10", [1, 0]),
+        (("1.0", "e\u0301"), ("\u00e9", "01"), [1, 0]),
+    ],
+)
+def test_matched(ours, theirs, labels):
+    """By name: a whole number however it is written, text in NFC."""
+    assert matched(ours, theirs) == labels
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "labels"),
+    [
         ("cde", "012", [0, 1, 2]),
         ("cde", "021", [0, 2, 1]),
         ("021", "cde", [0, 2, 1]),
         ("012", "cde", [0, 1, 2]),
-        ("cde", "ec", [2, 0]),
-        ("0123", "31", [3, 1]),
-        ("cc", "cc", [0, 1]),
+        ("cde", "xyz", [0, 1, 2]),
+        ("cde", "edc", [0, 1, 2]),
         ("cc", "01", [0, 1]),
-        (("00", "01"), "01", [0, 1]),
+        ("123", "012", [0, 1, 2]),
+        ("cde", "01", None),
     ],
 )
-def test_matched(ours, theirs, labels):
-    """By name where they have the same; by number where one side has only numbers."""
-    assert matched(ours, theirs) == labels
+def test_matched_by_number_if_the_user_says_so(ours, theirs, labels):
+    """Where one side has only numbers a name stays unmatched, and the message says how."""
+    if labels is None:
+        with pytest.raises(ValueError, match="--match=number: the data have 2 classes, the run 3"):
+            matched(ours, theirs, "number")
+        return
+    assert matched(ours, theirs, "number") == labels
+    if {*ours} != {*theirs}:
+        numbered = {*"012"} in ({*ours}, {*theirs}) or {*theirs} == {*"01"}
+        with pytest.raises(ValueError, match="none of the") as error:
+            matched(ours, theirs)
+        assert ("--match=number takes them in the order" in str(error.value)) == numbered
 
 
 @pytest.mark.parametrize(
@@ -94,6 +118,7 @@ def test_a_head_is_sorted_as_the_classes_of_the_data():
     assert lines == ["head: its classes are sorted as the data's"]
     for name, x in head.items():
         np.testing.assert_array_equal(named[name], x[..., list(map(int, TEXT_ORDER))])
-    assert transfer.fit_head(named, placeholders(12), "abcdefghijkl") == []
+    assert transfer.fit_head(named, placeholders(12), "abcdefghijkl") is None
+    assert transfer.fit_head(named, placeholders(12), "abcdefghijkl", "number") == []
     assert transfer.fit_head(named, TEXT_ORDER, placeholders(10)) is None
     assert transfer.fit_head(named, "abcdefghijkl", "abcdefghijkm") is None

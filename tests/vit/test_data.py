@@ -2,9 +2,11 @@
 
 import io
 import os
+import struct
 import subprocess
 import sys
 import threading
+import zlib
 
 import numpy as np
 import pytest
@@ -423,10 +425,31 @@ def test_arrays_of_pillow_are_colours_not_numbers_of_a_palette():
 
 
 @pytest.mark.parametrize(("bits", "largest"), [(8, 255), (12, 4095), (16, 65535)])
-def test_grey_values_have_as_many_bits_as_they_need(bits, largest):
-    values = np.array([[0, largest // 2, largest]], np.uint16)
-    found = np.asarray(augment.opaque(Image.fromarray(values)))
-    assert found.tolist() == [[0, 127, 255]], bits
+def test_grey_values_have_as_many_bits_as_the_user_says(bits, largest):
+    """Small values are dark, not of fewer bits."""
+    image = Image.fromarray(np.array([[0, largest // 2, largest]], np.uint16))
+    assert np.asarray(augment.opaque(image, bits)).tolist() == [[0, 127, 255]]
+    assert np.asarray(augment.opaque(image)).max() == largest >> 8
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    written = prepare.encode(buffer.getvalue(), 1, bits=bits)
+    assert np.asarray(Image.open(io.BytesIO(written))).tolist() == [[0, 127, 255]]
+    if bits > 8:
+        with pytest.raises(
+            OSError, match=f"has the value {largest}, of more than --bits={bits - 1}"
+        ):
+            prepare.encode(buffer.getvalue(), 1, bits=bits - 1)
+
+
+def test_a_broken_part_of_a_png_file_is_named():
+    """Pillow alone says that it is no image."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(buffer, "PNG")
+    text = b"tEXtComment\0x"
+    part = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text) ^ 1)
+    broken = buffer.getvalue()[:33] + part + buffer.getvalue()[33:]
+    with pytest.raises(SyntaxError, match="bad header checksum in b'tEXt'"):
+        augment.open_image(broken)
 
 
 def test_a_fingerprint_changes_with_any_value():

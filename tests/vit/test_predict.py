@@ -55,6 +55,15 @@ def test_every_readable_picture_is_seen_once_in_order(model, folder, monkeypatch
         np.testing.assert_allclose([p for _, p in each.top], [p for _, p in expected], atol=1e-6)
 
 
+def test_twelve_bits_in_sixteen_are_predicted_as_they_are_prepared(model, tmp_path):
+    values = np.random.default_rng(0).integers(0, 2**12, (20, 30)).astype(np.uint16)
+    Image.fromarray(values).save(tmp_path / "stored.png")
+    expected = model.pixels((values >> 4).astype(np.uint8))
+    ((seen,),) = predict.predict(model, [tmp_path / "stored.png"], bits=12)
+    np.testing.assert_array_equal(seen.pixels, expected)
+    assert model.pixels(tmp_path / "stored.png").max() < 16  # dark
+
+
 def test_rollout_is_that_of_the_paper():
     """Abnar & Zuidema 2020, eq. 1, by a plain loop in float64; rows are distributions."""
     rng = np.random.default_rng(0)

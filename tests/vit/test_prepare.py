@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import vit.prepare
 from tests.vit.test_sources import write_idx, write_ilsvrc2012
 from vit import config, data
+from vit.data.sources.words import Words
 from vit.prepare import VERSION, encode, prepare
 
 
@@ -67,12 +69,12 @@ def test_a_part_is_held_out_where_there_is_no_other_split(tmp_path, capsys):
     assert [p.name for p in out.iterdir()] == ["my_mnist"]
     for path in source.glob("t10k-*"):
         path.unlink()
-    assert prepare(source, out, "less") == {"train": 13, "validation": 1, "skipped": 0}
-    assert "pictures to evaluate on: 1, so that" in capsys.readouterr().err
+    assert prepare(source, out, "less") == {"train": 12, "validation": 2, "skipped": 0}
+    assert "pictures to evaluate on: 2, so that" in capsys.readouterr().err
     tars = tmp_path / "tars"
     tars.mkdir()
     write_ilsvrc2012(tars)
-    assert prepare(tars, out) == {"train": 6, "validation": 3, "skipped": 0}
+    assert prepare(tars, out) == {"train": 9, "validation": 3, "skipped": 0}
     assert load(out, "imagenet2012", "validation").channels == 3
 
 
@@ -142,8 +144,54 @@ def test_what_is_no_file_is_named_and_not_waited_for(source, tmp_path, capsys, m
     assert prepare(source, tmp_path / "out") == {"train": 6, "validation": 4, "skipped": 1}
     assert "x.jpg is no file, but a folder, a pipe or a device" in capsys.readouterr().err
     make(source / "train" / "index.csv")
+    assert sum(prepare(source / "train", tmp_path / "out", "parts").values()) == 7
+    words = Words(("index.csv",), "{file}", "{label}")
     with pytest.raises(ValueError, match=r"index.csv cannot be read as a table: it is no file"):
-        prepare(source / "train", tmp_path / "out")
+        prepare(source / "train", tmp_path / "more", words=words)
+    shutil.rmtree(source / "train" / "dog")  # nothing is waited for in a search for a hint
+    with pytest.raises(ValueError, match="pictures of one class only, 'cat'"):
+        prepare(source / "train", tmp_path / "more")
+
+
+def test_a_dry_run_prints_the_classes_and_writes_nothing(source, tmp_path, capsys):
+    counts = prepare(source, tmp_path / "out", dry_run=True)
+    assert counts == {"train": 6, "validation": 4}
+    assert not (tmp_path / "out").exists()
+    printed = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in printed[:4]]
+    assert rows[0] == ["class", "train", "validation"]
+    assert rows[1:] == [["cat", "3", "2"], ["dog", "3", "2"], ["all", "2", "6", "4"]]
+    assert printed[4] == "read: 10 .jpg"
+
+
+def test_a_picture_in_colour_of_a_grey_data_set(tmp_path, monkeypatch):
+    """It is no sample that makes it grey: the user says so."""
+    monkeypatch.setattr(vit.prepare, "INSPECTED", 2)
+    for number in range(8):
+        folder = tmp_path / "mixed" / ("train" if number < 6 else "val") / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        mode = "RGB" if number == 2 else "L"  # the second of training
+        (folder / f"{number}.png").write_bytes(picture(number, mode, kind="PNG"))
+    with pytest.raises(ValueError, match="2.png: it is in colour, but .* --channels=3, or --chan"):
+        prepare(tmp_path / "mixed", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    for channels in (1, 3):
+        name = f"with{channels}"
+        prepare(tmp_path / "mixed", tmp_path / "out", name, channels=channels)
+        assert load(tmp_path / "out", name, "validation").channels == channels
+    with pytest.raises(ValueError, match="--channels=2 must be 1"):
+        prepare(tmp_path / "mixed", tmp_path / "out", channels=2)
+
+
+def test_many_classes_are_counted_in_one_line(tmp_path, capsys):
+    for i in range(50):
+        folder = tmp_path / "many" / f"kind{i}"
+        folder.mkdir(parents=True)
+        for number in range(2 + (i == 49)):
+            (folder / f"{number}.jpg").write_bytes(picture(number))
+    prepare(tmp_path / "many", tmp_path / "out", validation=0.01, dry_run=True)
+    more = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("30 more"))
+    assert re.search(r"[12] to 3 .* 0 to [01]$", more)
 
 
 def no_image(source):

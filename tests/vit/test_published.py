@@ -418,16 +418,17 @@ def test_classes_of_another_order_are_sorted():
     options = pretrained.of_encoder(None, encoder)
     model = nnx.eval_shape(lambda: ViT(options, num_classes=5, channels=3, rngs=random_streams(0)))
     order = [4, 2, 0, 1, 3]
+    other = ("ant", "bee", "cow", "dog", "eel")
+    named, lines = pretrained.fitted(encoder, model, data.Dataset((), (), other, 3))
+    assert "head/kernel" not in named
+    assert "head: new, for its classes have other names; --match=number loads it" in lines[0]
     for names, columns, told in [
         (CLASS_NAMES, [0, 1, 2, 3, 4], []),
         (tuple(CLASS_NAMES[i] for i in order), order, ["sorted as the data's"]),
-        (
-            ("ant", "bee", "cow", "dog", "eel"),
-            [0, 1, 2, 3, 4],
-            ["'class a' for 'ant', its 'class b' for 'bee'"],
-        ),
+        (other, [0, 1, 2, 3, 4], ["'class a' for 'ant', its 'class b' for 'bee'"]),
     ]:
-        named, lines = pretrained.fitted(encoder, model, data.Dataset((), (), names, 3))
+        match = "number" if names is other else "name"
+        named, lines = pretrained.fitted(encoder, model, data.Dataset((), (), names, 3), match)
         np.testing.assert_array_equal(named["head/bias"], encoder.arrays["head/bias"][columns])
         kernel = encoder.arrays["head/kernel"][:, columns]
         np.testing.assert_array_equal(named["head/kernel"], kernel)

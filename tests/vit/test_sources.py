@@ -1,9 +1,10 @@
-"""The forms of raw pictures: what is read of each, damage that is named, the part held out."""
+"""Sources of raw pictures: what is read of each, damage that is named, the part held out."""
 
 import gzip
 import io
 import json
 import pickle
+import re
 import shutil
 import struct
 import tarfile
@@ -18,10 +19,11 @@ from PIL import Image
 
 from vit import config, data
 from vit.data.sources import forms
-from vit.data.sources.source import holdout
+from vit.data.sources.source import holdout, with_validation
+from vit.data.sources.words import NONE, Words
 from vit.prepare import prepare
 
-CLASSES = {"cat": range(0, 10), "dog": range(10, 16), "emu": range(16, 17)}
+CLASSES = {"cat": range(7, 17), "dog": range(1, 7), "emu": range(1)}
 ROWS = sorted((number, name) for name, numbers in CLASSES.items() for number in numbers)
 NUMBERS = np.array([list(CLASSES).index(name) for _, name in ROWS])
 TEXT = np.array(list(CLASSES))
@@ -100,16 +102,6 @@ def write_deeper(source, suffix=".png"):
             (folder / f"{number}{suffix}").write_bytes(picture(number))
 
 
-def write_trains(source):
-    """Classes with the names of splits, for they hold pictures; copies of macOS are none."""
-    write_folders(source)
-    for name, new in {"cat": "train", "dog": "Test", "emu": "valid"}.items():
-        (source / name).rename(source / new)
-        (source / new / "._0.png").write_bytes(b"")
-    (source / "__MACOSX" / "train").mkdir(parents=True)
-    (source / "__MACOSX" / "train" / "x.png").write_bytes(b"")
-
-
 def write_npz(folder, **arrays):
     np.savez(folder / "pictures.npz", **arrays)
 
@@ -131,15 +123,16 @@ def write_idx(folder, compress=False):
 def write_parquet(path, rows=ROWS, names=None, struct=True, label="label", **more):
     path.parent.mkdir(parents=True, exist_ok=True)
     encoded = [picture(number) for number, _ in rows]
-    known = names if names and {*names} == {*CLASSES} else list(CLASSES)
+    known = names if names and {name for _, name in rows} <= {*names} else list(CLASSES)
     table = {
-        "image": [{"bytes": x, "path": None} for x in encoded] if struct else encoded,
+        "image": [{"bytes": x, "path": ""} for x in encoded] if struct else encoded,
         label: [known.index(name) if names else name for _, name in rows],
     }
     schema = pyarrow.table(table | more)
     if names:
-        features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
-        schema = schema.replace_schema_metadata({"huggingface": json.dumps(features)})
+        kinds = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+        features = {"huggingface": json.dumps({"info": {"features": kinds}})}
+        schema = schema.replace_schema_metadata(features)
     pyarrow.parquet.write_table(schema, path)
 
 
@@ -171,15 +164,15 @@ def tar(path, files, mode="w"):
                 archive.addfile(info, io.BytesIO(content))
 
 
-WNIDS = ["n01440764", "n01443537"]
-LABELS = ["n01751748", "n09193705", "n02105855"]  # sea snake, alp, Shetland sheepdog
+LABELS = ["n01751748", "n09193705", "n02105855"]
+"""The classes of the first pictures of validation: sea snake, alp, Shetland sheepdog."""
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 
 
 def write_ilsvrc2012(source, names=("00000001", "00000002", "00000003"), **more):
-    """Training has the shades 0 to 5, validation 100, 101, ..."""
+    """Training has the shades 0 to 8, validation 100, 101, ..."""
     classes = {}
-    for k, wnid in enumerate(WNIDS):
+    for k, wnid in enumerate(LABELS):
         inner = source / f"{wnid}.tar"
         tar(inner, {f"{wnid}_{i}.JPEG": picture(3 * k + i) for i in range(3)})
         classes[inner.name] = inner.read_bytes()
@@ -195,6 +188,7 @@ def write_ilsvrc2012(source, names=("00000001", "00000002", "00000003"), **more)
 WHOLE = {"train": set(ROWS)}
 FOLDERS = WHOLE | {"validation": set(ROWS[:3])}
 HELD = {"train": set(ROWS[:14]), "test": set(ROWS[14:])}
+NUMBERED_ALL = {"train": {(i, str(list(CLASSES).index(name))) for i, name in ROWS}}
 NUMBERED = {k: {(i, str(list(CLASSES).index(name))) for i, name in x} for k, x in HELD.items()}
 THREE = {"train": slice(9), "val": slice(9, 12), "test": slice(12, 17)}
 SPLIT = {
@@ -204,57 +198,121 @@ SPLIT = {
 }
 NAMED = {"train": set(ROWS[:9]), "validation": set(ROWS[9:12]), "test": set(ROWS[12:])}
 ILSVRC = {
-    "train": {(3 * k + i, wnid) for k, wnid in enumerate(WNIDS) for i in range(3)},
+    "train": {(3 * k + i, wnid) for k, wnid in enumerate(LABELS) for i in range(3)},
     "validation": {(100 + i, wnid) for i, wnid in enumerate(LABELS)},
 }
 JSON = '{{"file_name": "p{0}.png", "label": "{1}"}}'
+INDEX = Words(("index.csv",), "{file}", "{label}")
+BARE = {"no_header": True}
+DEEPER = Words(classes=("Train:train", "Val:validation"))
+ARRAYS = Words(images=("images",), labels=("labels",))
+XY = Words(images=("x",), labels=("y",))
+COLUMNS = Words(images=("image",), labels=("label",))
 FORMS = {
-    "classes": (write_folders, WHOLE),
-    "splits": (partial(write_folders, train=slice(17), val=slice(3)), FOLDERS),
-    "table": (table("file,label", "p{0}.png,{1}"), WHOLE),
-    "no header": (table("", "{1},p{0}.png"), WHOLE),
-    "semicolons": (table("id;other;class", "p{0};{0};{1}"), WHOLE),
-    "capitals": (table("id,Species", "p{0},{1}", ".PNG", "images"), WHOLE),
-    "folders": (table("id,group,class,file", "{0},x,{1},images/p{0}.png", folder="images"), WHOLE),
-    "backslashes": (table("file,label", "C:\\data\\p{0}.png,{1}"), WHOLE),
-    "another machine": (table("label|file", "{1}|/home/x/p{0}.png", folder="images"), WHOLE),
-    "blanks": (table("", "p{0}.png {1}", name="labels.txt"), WHOLE),
-    "jsonl": (table("", JSON, name="metadata.jsonl"), WHOLE),
-    "jsonl in splits": (parted("", JSON, "metadata.jsonl", ("train", "test")), HELD),
-    "split column": (parted("file,split,label", "p{0}.png,{2},{1}", folder="all"), HELD),
-    "is_train": (parted("file,label,is_train", "{2}/p{0}.png,{1},{3}"), HELD),
-    "folders of splits": (parted("file,label", "{2}/p{0},{1}"), HELD),
-    "deeper": (write_deeper, FOLDERS),
-    "jfif": (partial(write_deeper, suffix=".jfif"), FOLDERS),
-    "npz": (partial(write_npz, images=images(), labels=NUMBERS, class_names=TEXT), WHOLE),
-    "npz of text": (partial(write_npz, x=images(channels=(3,)), y=TEXT[NUMBERS]), WHOLE),
+    "classes": (write_folders, WHOLE, NONE),
+    "splits": (partial(write_folders, train=slice(17), val=slice(3)), FOLDERS, NONE),
+    "table": (table("file,label", "p{0}.png,{1}"), WHOLE, INDEX),
+    "no header": (table("", "{1},p{0}.png"), WHOLE, Words(INDEX.table, "{1}", "{0}", **BARE)),
+    "semicolons": (
+        table("id;other;class", "p{0};{0};{1}"),
+        WHOLE,
+        Words(INDEX.table, "{id}.png", "{class}"),
+    ),
+    "capitals": (
+        table("id,Species", "p{0},{1}", ".PNG", "images"),
+        WHOLE,
+        Words(INDEX.table, "images/{id}.PNG", "{Species}"),
+    ),
+    "backslashes": (
+        table("file,label", "images\\p{0}.png,{1}", folder="images"),
+        WHOLE,
+        INDEX,
+    ),
+    "another machine": (
+        table("label|file", "{1}|C:\\x\\p{0}.png", folder="images"),
+        WHOLE,
+        INDEX._replace(picture="images/{file:name}"),
+    ),
+    "any folder": (
+        parted("file,label", "p{0},{1}"),
+        WHOLE,
+        INDEX._replace(picture="*/{file}.png"),
+    ),
+    "blanks": (
+        table("", "p{0}.png {1}", name="labels.txt"),
+        WHOLE,
+        Words(("labels.txt",), "{0}", "{1}", **BARE),
+    ),
+    "metadata": (table("file_name,label", "p{0}.png,{1}", name="metadata.csv"), WHOLE, NONE),
+    "metadata above splits": (
+        parted("file_name,label", "{2}/p{0}.png,{1}", "metadata.csv"),
+        HELD,
+        NONE,
+    ),
+    "jsonl": (table("", JSON, name="metadata.jsonl"), WHOLE, NONE),
+    "jsonl in splits": (parted("", JSON, "metadata.jsonl", ("train", "test")), HELD, NONE),
+    "split column": (
+        parted("file,split,label", "p{0}.png,{2},{1}", folder="all"),
+        HELD,
+        INDEX._replace(picture="all/{file}", split="{split}"),
+    ),
+    "numbers of splits": (
+        parted("file,label,is_train", "{2}/p{0}.png,{1},{3}"),
+        HELD,
+        INDEX._replace(split="{is_train}", splits=("1:train", "0.0:test")),
+    ),
+    "folders of splits": (
+        parted("file,label", "{2}/p{0},{1}"),
+        HELD,
+        INDEX._replace(picture="{file}.png", split="{file:folder}"),
+    ),
+    "tables of splits": (
+        parted("file,label", "p{0}.png,{1}", places=("train", "test")),
+        HELD,
+        Words(("train/index.csv", "test/index.csv:test"), "*/{file}", "{label}"),
+    ),
+    "deeper": (write_deeper, FOLDERS, DEEPER),
+    "jfif": (partial(write_deeper, suffix=".jfif"), FOLDERS, DEEPER),
+    "npz": (partial(write_npz, images=images(), labels=NUMBERS, class_names=TEXT), WHOLE, ARRAYS),
+    "npz of text": (partial(write_npz, x=images(channels=(3,)), y=TEXT[NUMBERS]), WHOLE, XY),
     "npz and others": (
         partial(write_npz, x=images(), y=TEXT[NUMBERS], image_ids=NUMBERS, label_names=TEXT),
         WHOLE,
+        XY,
     ),
-    "npz of splits": (partial(write_npz, class_names=TEXT, **SPLIT), NAMED),
-    "idx": (write_idx, NUMBERED),
-    "idx.gz": (partial(write_idx, compress=True), NUMBERED),
-    "parquet": (partial(write_parts, names=list(CLASSES)), HELD),
-    "parquet of text": (partial(write_parts, struct=False), HELD),
+    "npz of splits": (partial(write_npz, class_names=TEXT, **SPLIT), NAMED, NONE),
+    "npz of floats": (
+        partial(write_npz, x_train=images(), y_train=NUMBERS / 1.0),
+        NUMBERED_ALL,
+        NONE,
+    ),
+    "idx": (write_idx, NUMBERED, NONE),
+    "idx.gz": (partial(write_idx, compress=True), NUMBERED, NONE),
+    "parquet": (partial(write_parts, names=list(CLASSES)), HELD, NONE),
+    "parquet of text": (partial(write_parts, struct=False), HELD, COLUMNS),
     "parquet of categories": (
         lambda folder: write_coded(folder, pyarrow.array(TEXT[NUMBERS]).dictionary_encode()),
         WHOLE,
+        COLUMNS._replace(labels=("class",)),
     ),
-    "ilsvrc2012": (write_ilsvrc2012, ILSVRC),
+    "ilsvrc2012": (write_ilsvrc2012, ILSVRC, NONE),
 }
 
 
-@pytest.mark.parametrize(("write", "want"), FORMS.values(), ids=FORMS)
-def test_pictures_and_classes_of_each_form(tmp_path, write, want):
+@pytest.mark.parametrize(("write", "want", "words"), FORMS.values(), ids=FORMS)
+def test_pictures_and_classes_of_each_form(tmp_path, write, want, words):
     write(tmp_path)
-    source = forms.read(tmp_path)
+    source = forms.read(tmp_path, words)
     for _ in range(2):  # the same again
         found = {k: [(shade(x.read()), x.label) for x in f()] for k, f in source.splits.items()}
         assert {k: sorted(rows) for k, rows in found.items()} == {k: sorted(want[k]) for k in want}
     names = {name for rows in want.values() for _, name in rows}
     assert [x for x in source.class_names if x in names] == sorted(names)
     assert len(source.class_names) == (1000 if want == ILSVRC else 3)
+    counted = {
+        k: {name: sum(x == name for _, x in rows) for name in names} for k, rows in want.items()
+    }
+    assert {k: {name: x[name] for name in names} for k, x in source.counts.items()} == counted
 
 
 OTHER = ["dog", "emu", "cat"]
@@ -271,6 +329,11 @@ def write_files(folder, first, second):
         np.savez(folder / f"{name}.npz", x=images()[part], **arrays)
 
 
+def write_parquet_parts(train, test, folder):
+    write_parquet(folder / "train.parquet", train, names=list(CLASSES))
+    write_parquet(folder / "test.parquet", test, names=list(CLASSES))
+
+
 def write_named_parts(folder, first, second):
     write_parquet(folder / "train.parquet", ROWS[:14], **first)
     write_parquet(folder / "test.parquet", ROWS[14:], **second)
@@ -279,19 +342,23 @@ def write_named_parts(folder, first, second):
 ORDERED = {"y": NUMBERS, "class_names": TEXT}
 SHUFFLED = {"y": np.array([OTHER.index(name) for _, name in ROWS]), "class_names": OTHER}
 PLAIN, TEXTS = {"y": NUMBERS}, {"y": TEXT[NUMBERS]}
+FILES = Words(
+    images=("train.npz/x:train", "test.npz/x:test"),
+    labels=("train.npz/y:train", "test.npz/y:test"),
+)
 OWN = {
-    "npz": (write_files, ORDERED, SHUFFLED),
-    "npz and text": (write_files, SHUFFLED, TEXTS),
-    "parquet": (write_named_parts, {"names": list(CLASSES)}, {"names": OTHER}),
-    "parquet and text": (write_named_parts, {"names": OTHER}, {}),
+    "npz": (write_files, ORDERED, SHUFFLED, FILES),
+    "npz and text": (write_files, SHUFFLED, TEXTS, FILES),
+    "parquet": (write_named_parts, {"names": list(CLASSES)}, {"names": OTHER}, NONE),
+    "parquet and text": (write_named_parts, {"names": OTHER}, {}, COLUMNS),
 }
 
 
-@pytest.mark.parametrize(("write", "first", "second"), OWN.values(), ids=OWN)
-def test_each_file_has_its_own_names(tmp_path, write, first, second):
+@pytest.mark.parametrize(("write", "first", "second", "words"), OWN.values(), ids=OWN)
+def test_each_file_has_its_own_names(tmp_path, write, first, second, words):
     """The order is that of the training file."""
     write(tmp_path, first, second)
-    source = forms.read(tmp_path)
+    source = forms.read(tmp_path, words)
     found = {k: {(shade(x.read()), x.label) for x in f()} for k, f in source.splits.items()}
     assert found == HELD
     is_shuffled = first is SHUFFLED or first.get("names") == OTHER
@@ -302,8 +369,8 @@ def test_each_file_has_its_own_names(tmp_path, write, first, second):
 def test_names_in_one_file_and_numbers_in_another_are_refused(tmp_path, other):
     for first, second in ((PLAIN, other), (other, PLAIN)):
         write_files(tmp_path, first, second)
-        with pytest.raises(ValueError, match="are numbers without names, those of .* have names"):
-            forms.read(tmp_path)
+        with pytest.raises(ValueError, match="have no names, those of .* have names"):
+            forms.read(tmp_path, FILES)
 
 
 @pytest.mark.parametrize("modes", [("RGB", "RGB"), ("L", "L"), ("L", "RGB")])
@@ -354,6 +421,20 @@ def test_what_is_held_out_is_a_share_of_every_class_and_depends_on_the_seed():
         holdout(["a", "b"], 0.5, 0)
 
 
+def test_groups_stay_on_one_side(tmp_path):
+    """Every object has three pictures; as many as without groups are held out, but for one."""
+    for number in range(60):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    rows = [f"{number},{'ab'[number % 2]},{number % 20}" for number in range(60)]
+    (tmp_path / "x.csv").write_text("\n".join(["id,kind,lesion", *rows]))
+    words = Words(("x.csv",), "{id}.png", "{kind}", group="{lesion}")
+    held = with_validation(forms.read(tmp_path, words), 0.2, seed=1)
+    lesions = {k: {shade(x.read()) % 20 for x in f()} for k, f in held.splits.items()}
+    assert not lesions["train"] & lesions["validation"]
+    assert {k: x.total() for k, x in held.counts.items()} == {"train": 48, "validation": 12}
+    assert set(held.counts["validation"]) == {"a", "b"}
+
+
 # --- Damage is named
 
 
@@ -383,13 +464,13 @@ def flipped(folder):
     (folder / VAL).write_bytes(content)
 
 
-def lines(*lines):
-    """Two pictures beside a csv file of these lines."""
+def lines(*lines, name="index.csv"):
+    """Pictures p0 to p3 next to a table of these lines."""
 
     def write(folder):
-        for name in ("p0.png", "p1.png"):
-            (folder / name).write_bytes(picture(1))
-        (folder / "index.csv").write_bytes(b"\n".join(lines))
+        for number in range(4):
+            (folder / f"p{number}.png").write_bytes(picture(number))
+        (folder / name).write_bytes(b"\n".join(lines))
 
     return write
 
@@ -403,75 +484,211 @@ def parquet(**options):
 
 
 TRAINING = partial(write_folders, train=slice(17), val=slice(3))
+PAIR = lines(b"file,label", b"p0.png,a", b"p1.png,b")
 DAMAGED = [
-    (write_idx, cut("train-images-idx3-ubyte", -1), "cannot reshape array of size 419"),
-    (write_idx, lambda f: [p.unlink() for p in f.iterdir()], "none of these: .*IDX files.*, class"),
+    (write_idx, cut("train-images-idx3-ubyte", -1), NONE, "cannot reshape array of size 419"),
+    (write_idx, lambda f: [p.unlink() for p in f.iterdir()], NONE, "none of these: .*IDX files"),
+    (
+        write_idx,
+        lambda f: (f / "t10k-images-idx3-ubyte").rename(f / "more-images-idx3-ubyte"),
+        NONE,
+        "more-images-idx3-ubyte must be named",
+    ),
     (
         partial(write_idx, compress=True),
         cut("train-images-idx3-ubyte.gz", 50),
+        NONE,
         "ubyte.gz cannot be read",
     ),
-    (TRAINING, lambda f: shutil.copytree(f / "val", f / "Valid"), "both Valid/ and val/"),
-    (TRAINING, lambda f: (f / "train/cat").rename(f / "train/cow"), "classes that train/ lacks"),
-    (write_folders, lambda f: (f / "cat").rename(f / "\x1b[2J"), "or an unprintable"),
-    (write_ilsvrc2012, flipped, f"{VAL} cannot be read: .* at byte 1,024"),
-    (write_ilsvrc2012, lambda f: (f / VAL).unlink(), f"{VAL} cannot be read"),
-    (write_ilsvrc2012, lambda f: tar(f / VAL, {"0.JPEG": b""}), "cannot be read: '0.JPEG'"),
-    (lines(b"file,a,b", b"p0.png,cat,x", b"p1.png,dog,y"), None, "which column .* there are a, b"),
-    (lines(b"file,label", b"p0.png,", b"p1.png,a"), None, "the class '' in .* is empty"),
+    (
+        TRAINING,
+        lambda f: shutil.copytree(f / "val", f / "validation"),
+        NONE,
+        "both val/ and validation/",
+    ),
+    (TRAINING, lambda f: (f / "train/dog").rename(f / "train/cow"), NONE, "that train lacks:.*dog"),
+    (write_folders, lambda f: (f / "cat").rename(f / "\x1b[2J"), NONE, "or an unprintable"),
+    (
+        partial(write_folders, train=slice(17)),
+        lambda f: [shutil.copytree(f / "train/cat", f / f"train/{x}") for x in ("1", "01")],
+        NONE,
+        "holds two folders of the class '1'",
+    ),
+    (write_ilsvrc2012, flipped, NONE, f"{VAL} cannot be read: .* at byte 1,024"),
+    (write_ilsvrc2012, lambda f: (f / VAL).unlink(), NONE, f"{VAL} cannot be read"),
+    (write_ilsvrc2012, lambda f: tar(f / VAL, {"0.JPEG": b""}), NONE, "cannot be read: '0.JPEG'"),
+    (write_folders, write_idx, NONE, "holds IDX files and class folders, so .*--classes=[.]"),
+    (PAIR, None, INDEX._replace(label="{x}"), "index.csv has no column 'x', but file, label"),
+    (PAIR, None, INDEX._replace(picture="{0}"), "no column '0'.*; with --no_header they are"),
+    (
+        PAIR,
+        None,
+        INDEX._replace(split="{label}"),
+        "the split 'a' is none of train, validation, val",
+    ),
+    (PAIR, None, INDEX._replace(table=("no.csv",)), "no.csv cannot be read as a table"),
+    (
+        lines(b"file,file", b"p0.png,p1.png"),
+        None,
+        INDEX._replace(label="{file}"),
+        "several columns 'file'",
+    ),
+    (lines(b"file,label", b"p0.png,a,b"), None, INDEX, "row 2 has 3 fields, the first 2"),
+    (lines(b"file,label", b"p0.png,", b"p1.png,a"), None, INDEX, "the class '' in .* is empty"),
     (
         lines(b"file,label,set", b"p0.png,a,test", b"p1.png,b,test"),
         None,
+        INDEX._replace(split="{set}"),
         "no training split, but t",
     ),
-    (npz(labels=NUMBERS), member("images", b"text"), r"images is \|S4\[\]: images are uint8"),
-    (npz(images=images()), None, r"images and labels.*it holds .*images uint8\[17, 5, 6\]"),
-    (npz(x=images(), x_more=images(), y=NUMBERS), None, "holds x and x_more for the split 'train'"),
-    (npz(x=images(), y=NUMBERS, y_old=NUMBERS), None, "holds y and y_old for the split 'train'"),
-    (npz(images=images(channels=(2,)), labels=NUMBERS), None, r"height, width\[, 1 or 3\]"),
-    (npz(images=images(), labels=np.array([Evil()] * 17)), None, "allow_pickle=False"),
-    (npz(images=images(), labels=NUMBERS), cut("pictures.npz", 100), "pictures.npz cannot be read"),
-    (parquet(label="a", b=["x"] * 17), None, "which column holds the classes.*there are a, b"),
-    (parquet(names=["cat", "dog"]), None, "'label' has 2, but the classes are 0 to 1"),
-    (lambda folder: write_coded(folder, [0.5] * 17), None, "'class' has double: make it text or"),
-    (parquet(), cut("x.parquet", 100), "x.parquet cannot be read as a parquet file"),
+    (
+        lines(b"file,label,set", b"p0.png,a,train", b"p1.png,b,train", b"p2.png,c,test"),
+        None,
+        INDEX._replace(split="{set}"),
+        r"test has classes that train lacks: \['c'\]",
+    ),
+    (
+        lines(b"file,label", b"p0.png,a b", b"p1.png,a", b"p2.png,b"),
+        None,
+        INDEX,
+        "'a b' .* names several classes: a picture has one class",
+    ),
+    (
+        lines(b'{"file_name": "p0.png", "label": ["a", "b"]}', name="metadata.jsonl"),
+        None,
+        NONE,
+        "'a|b' .* a picture has one class",
+    ),
+    (
+        lines(b'{"file_name": "p0.png", "text": "a"}', name="metadata.jsonl"),
+        None,
+        NONE,
+        "has no column 'label', but file_name, text",
+    ),
+    (
+        lines(b"file,label", b"P0.png,a", b"p1.png,b"),
+        None,
+        INDEX,
+        "1 of 2 rows .* P0.png .'P0.png' is 'p0.png' on the disk: only case, Unicode form or suf",
+    ),
+    (
+        lines(b"file,label", b"p0.PNG,a", b"p1.png,b"),
+        None,
+        INDEX,
+        "'p0.PNG' is 'p0.png' on the disk: only case",
+    ),
+    (
+        lines(b"file,label", b"p0.jpg,a", b"p1.png,b"),
+        None,
+        INDEX,
+        "'p0.jpg' is 'p0.png' on the disk: only case",
+    ),
+    (
+        lines(b"file,label", "p\u00e9.png,a".encode(), b"p1.png,b"),
+        lambda f: (f / "p0.png").rename(f / "pe\u0301.png"),
+        INDEX,
+        r"'p\\xe9.png' is 'pe\\u0301.png' on the disk: only case, Unic",
+    ),
+    (npz(y_train=NUMBERS), member("x_train", b"text"), NONE, r"is \|S4\[\]: images are uint8"),
+    (
+        npz(x_train=images(), y_train=NUMBERS),
+        lambda f: shutil.copy(f / "pictures.npz", f / "again.npz"),
+        NONE,
+        "both again.npz/x_train and pictures.npz/x_train for the split 'train'",
+    ),
+    (npz(images=images()), None, NONE, r"of Keras.*; it holds .*/images uint8\[17, 5, 6\]"),
+    (npz(x=images(), y=NUMBERS), None, XY._replace(labels=("z",)), "holds 0 arrays 'z'; there are"),
+    (npz(x=images(), y=NUMBERS), None, XY._replace(labels=("y:test",)), "one array for each split"),
+    (npz(x_train=images(channels=(2,)), y_train=NUMBERS), None, NONE, r"height, width\[, 1 or 3\]"),
+    (npz(x_train=images(), y_train=NUMBERS - 1), None, NONE, "labels -1 to 1; they must be from 0"),
+    (npz(x_train=images(), y_train=NUMBERS / 2), None, NONE, "text or a whole number for each"),
+    (
+        npz(x_train=images(), y_train=np.eye(3)[NUMBERS]),
+        None,
+        NONE,
+        "has one class; store numpy.arg",
+    ),
+    (
+        npz(x_train=images(), y_train=NUMBERS, class_names=["a", "a", "b"]),
+        None,
+        NONE,
+        "'a' is the name of several classes",
+    ),
+    (
+        npz(x_train=images(), y_train=NUMBERS, class_names=["a", "b"]),
+        None,
+        NONE,
+        "0 to 2; they must be from 0 to 1, for there are 2 class_names",
+    ),
+    (
+        npz(x_train=images(), y_train=NUMBERS, x_test=images(1), y_test=NUMBERS[:1] + 3),
+        None,
+        NONE,
+        r"test has classes that train lacks: \['5'\]",
+    ),
+    (
+        partial(write_parquet_parts, ROWS[:7], ROWS[7:]),
+        None,
+        NONE,
+        r"test has classes that train lacks: \['cat'\]",
+    ),
+    (npz(x_train=images(), y_train=np.array([Evil()] * 17)), None, NONE, "allow_pickle=False"),
+    (npz(x_train=images(), y_train=NUMBERS), cut("pictures.npz", 100), NONE, "npz cannot be read"),
+    (parquet(label="a", b=["x"] * 17), None, NONE, "no metadata with one Image and one ClassLabel"),
+    (parquet(names=["cat", "dog"]), None, NONE, "'label' has 2, but the classes are 0 to 1"),
+    (
+        lambda folder: write_coded(folder, [0.5] * 17),
+        None,
+        COLUMNS._replace(labels=("class",)),
+        "the column 'class' must hold text or whole",
+    ),
+    (parquet(), None, COLUMNS._replace(images=("label",)), "'label' must hold encoded pictures"),
+    (
+        lambda folder: write_named_parts(
+            folder, {"names": list(CLASSES)}, {"names": list(CLASSES)}
+        ),
+        lambda f: (f / "test.parquet").rename(f / "held_out.parquet"),
+        NONE,
+        "held_out.parquet names none of the splits",
+    ),
+    (parquet(), cut("x.parquet", 100), NONE, "x.parquet cannot be read as a parquet file"),
 ]
 
 
-def labels_of(folder):
-    """All files are opened, as in the first pass of `vit.prepare`."""
-    return [x.label for examples in forms.read(folder).splits.values() for x in examples()]
-
-
-@pytest.mark.parametrize(("write", "spoil", "message"), DAMAGED)
-def test_damaged_sources_are_named(tmp_path, write, spoil, message, capsys):
+@pytest.mark.parametrize(("write", "spoil", "words", "message"), DAMAGED)
+def test_damaged_sources_are_named(tmp_path, write, spoil, words, message, capsys):
     """The message names the file and what is wrong; nothing in it is executed."""
     write(tmp_path)
     if spoil:
         spoil(tmp_path)
     with pytest.raises(ValueError, match=message):
-        labels_of(tmp_path)
+        forms.read(tmp_path, words)
     assert "executed" not in capsys.readouterr().out
 
 
-def test_the_column_of_classes_is_named(tmp_path):
-    table("file,label,class", "p{0}.png,{1},x")(tmp_path)
-    assert forms.read(tmp_path, "class").class_names == ["x"]
-    for column, message in [
-        ("", "which column .*--labels_column=NAME; .* label, class"),
-        ("nam", "--labels_column=nam: .* has the columns label, class"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            forms.read(tmp_path, column)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (Words(("x.csv",), "{id}"), "--table needs --picture and --label"),
+        (Words(label="{x}"), "--label describes a table"),
+        (INDEX._replace(label="label"), "--label=label has no column of the table, as {label}"),
+        (Words(no_header=True), "--no_header describes a table"),
+        (Words(images=("x",)), "--images and --labels describe arrays or columns: give both"),
+        (XY._replace(classes=("a",)), "--images describes arrays"),
+        (Words(bits=7), "--bits=7 must be 8 to 16"),
+        (INDEX._replace(max_missing=1.0), "--max_missing=1.0 must be a share"),
+        (Words(classes=("a:half",)), "--classes: 'half' is no split; these are train"),
+        (INDEX._replace(split="{a}", splits=("0:half",)), "--splits: 'half' is no split"),
+        (Words(classes=("a",)), "--classes=a: .* holds no folders with pictures"),
+    ],
+)
+def test_words_that_lack_others_or_contradict(tmp_path, words, message):
+    PAIR(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        forms.read(tmp_path, words)
 
 
-def test_a_folder_that_holds_pictures_is_a_class_whatever_its_name(tmp_path):
-    write_trains(tmp_path)
-    assert forms.read(tmp_path).class_names == ["Test", "train", "valid"]
-    assert sorted(labels_of(tmp_path)).count("train") == 10
-
-
-def test_a_picture_beside_the_class_folders_of_a_split_makes_it_no_class(tmp_path):
+def test_a_picture_next_to_the_class_folders_of_a_split_makes_it_no_class(tmp_path):
     write_folders(tmp_path, train=slice(17), val=slice(3))
     (tmp_path / "train" / "cover.png").write_bytes(picture(1))
     source = forms.read(tmp_path)
@@ -481,138 +698,84 @@ def test_a_picture_beside_the_class_folders_of_a_split_makes_it_no_class(tmp_pat
     assert {*forms.read(tmp_path).splits} == {"train", "validation"}
 
 
-def test_rows_without_a_picture_are_errors_that_name_them(tmp_path):
-    """Also if they are the first; a table of which most pictures are missing is refused."""
+def test_rows_without_a_picture_are_counted_and_named(tmp_path):
+    """They are refused above the share that is said; the message says which one."""
     table("file,label", "p{0}.png,{1}")(tmp_path)
     lines = (tmp_path / "index.csv").read_text().splitlines()
     missing = [f"q{number}.png,cat" for number in range(12)]
     (tmp_path / "index.csv").write_text("\n".join([lines[0], *missing, *lines[1:]]))
-    examples = list(forms.read(tmp_path).splits["train"]())
-    assert [(shade(x.read()), x.label) for x in examples[12:]] == ROWS
-    with pytest.raises(FileNotFoundError, match="no picture of .* has the name 'q0.png'"):
-        examples[0].read()
-    (tmp_path / "index.csv").write_text("\n".join([lines[0], *missing, *lines[1:9]]))
-    with pytest.raises(ValueError, match="index.csv names 20 pictures, of which 8 are in .*"):
-        forms.read(tmp_path)
-    (tmp_path / "index.csv").write_text("file,split,label\np0.png,fold1,cat\np1.png,fold2,dog")
-    with pytest.raises(ValueError, match="'split' has 'fold1': the splits are train, validation"):
-        forms.read(tmp_path)
+    counted = "12 of 29 rows of .*index.csv name no picture: q0.png, q1.png, q2.png, ..."
+    with pytest.raises(ValueError, match=f"{counted}; --max_missing=0.42 leaves them out"):
+        forms.read(tmp_path, INDEX)
+    source = forms.read(tmp_path, INDEX._replace(max_missing=0.42))
+    assert [(shade(x.read()), x.label) for x in source.splits["train"]()] == ROWS
+    assert re.fullmatch(f"left out: {counted}", source.notes[0])
+    with pytest.raises(ValueError, match="--max_missing=0.42 leaves"):
+        forms.read(tmp_path, INDEX._replace(max_missing=0.41))
 
 
-def read_of(source, split="train"):
-    """Shade and class of each picture of a split."""
-    return [(shade(x.read()), x.label) for x in forms.read(source).splits[split]()]
+def test_rows_of_no_split_are_left_out(tmp_path):
+    parted("file,label,part", "{2}/p{0}.png,{1},{3}")(tmp_path)
+    words = INDEX._replace(split="{part}", splits=("1:train", "0:none"))
+    assert {k: x.total() for k, x in forms.read(tmp_path, words).counts.items()} == {"train": 14}
 
 
 def test_a_picture_has_one_class_and_one_split(tmp_path):
-    """Rows of boxes, tables that contain others, and made-up labels of a submission."""
+    """Rows of boxes, and tables that contain others."""
     rows = [f"{number}.png,{name}" for number, name in ROWS]
     for number, _ in ROWS:
         (tmp_path / f"{number}.png").write_bytes(picture(number))
-    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows, *rows[:5]]))
-    (tmp_path / "sample_submission.csv").write_text("file,label\n3.png,dog\n4.png,dog")
-    assert read_of(tmp_path) == ROWS
+    (tmp_path / "index.csv").write_text("\n".join(["file,label", *rows, *rows[:5]]))
+    read = partial(forms.read, tmp_path)
+    assert [(shade(x.read()), x.label) for x in read(INDEX).splits["train"]()] == ROWS
     (tmp_path / "test.csv").write_text("\n".join(["file,label", *rows[:4]]))
-    with pytest.raises(ValueError, match=r"0.png has the split and class test, 'cat', and in ano"):
-        forms.read(tmp_path)
-    (tmp_path / "test.csv").write_text("file,label\n")
-    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows, "3.png,emu"]))
-    with pytest.raises(ValueError, match=r"3.png has .* train, 'emu', .* row train, 'cat': a pict"):
-        forms.read(tmp_path)
+    with pytest.raises(ValueError, match="0.png has the class 'emu' in test, and in another row"):
+        read(INDEX._replace(table=("index.csv", "test.csv:test")))
+    (tmp_path / "index.csv").write_text("\n".join(["file,label", *rows, "3.png,emu"]))
+    with pytest.raises(
+        ValueError, match="3.png has the class 'emu' in train, .* 'dog' in train: a"
+    ):
+        read(INDEX)
 
 
-def test_classes_that_are_also_names_of_pictures(tmp_path):
-    for number, _ in ROWS:
-        (tmp_path / f"{number}.png").write_bytes(picture(number))
-    rows = [f"{number % 3},{number}" for number, _ in ROWS]
-    (tmp_path / "labels.csv").write_text("\n".join(["label,file", *rows]))
-    assert read_of(tmp_path) == [(number, str(number % 3)) for number, _ in ROWS]
+def test_one_word_for_a_label(tmp_path):
+    """A whole number however it is written, text in NFC; so two folders are one class."""
+    PAIR(tmp_path)
+    rows = ["p0.png,01", "p1.png,1.0", "p2.png,e\u0301", "p3.png,\u00e9"]
+    (tmp_path / "index.csv").write_text("\n".join(["file,label", *rows]))
+    assert forms.read(tmp_path, INDEX).counts["train"] == {"1": 2, "\u00e9": 2}
 
 
-def test_numbers_of_rows_that_are_also_names_of_pictures(tmp_path):
-    """A first column without a name, as pandas writes it, is ignored; others are ambiguous.
-
-    It has the names if no other column has.
-    """
-    for number, _ in ROWS:
-        (tmp_path / f"{number}.png").write_bytes(picture(number))
-    rows = [f"{row},{number}.png,{name}" for row, (number, name) in enumerate(ROWS[::-1])]
-    (tmp_path / "labels.csv").write_text("\n".join([",file,label", *rows]))
-    assert read_of(tmp_path) == ROWS[::-1]
-    (tmp_path / "labels.csv").write_text("\n".join(["row,file,label", *rows]))
-    with pytest.raises(ValueError, match="'row' and 'file' name different pictures in a row"):
-        forms.read(tmp_path)
-    again = ["18,3.png,cat", "19,3.png,cat"]
-    (tmp_path / "labels.csv").write_text("\n".join(["row,file,label", *rows[:14], *again]))
-    with pytest.raises(ValueError, match="'row' and 'file' name different pictures in a row"):
-        forms.read(tmp_path)
-    rows = [f"{number},{NUMBERS[number]}" for number, _ in ROWS[::-1]]
-    (tmp_path / "labels.csv").write_text("\n".join([",label", *rows]))
-    assert read_of(tmp_path) == [(n, str(NUMBERS[n])) for n, _ in ROWS[::-1]]
+def test_tables_that_are_joined(tmp_path):
+    PAIR(tmp_path)
+    (tmp_path / "index.csv").write_text("id,file\n7,p0.png\n8,p1.png")
+    (tmp_path / "more.csv").write_text("id,label\n8,b\n7,a\n9,c")
+    words = INDEX._replace(table=("index.csv+more.csv",))
+    assert [x.label for x in forms.read(tmp_path, words).splits["train"]()] == ["a", "b"]
+    for more, message in (("8,b", "it has no row '7'"), ("7,a\n7,b\n8,b", "several rows")):
+        (tmp_path / "more.csv").write_text(f"id,label\n{more}")
+        with pytest.raises(ValueError, match=f"more.csv cannot be joined with .*{message}"):
+            forms.read(tmp_path, words)
 
 
-def test_a_head_that_is_also_the_name_of_a_picture(tmp_path):
-    table("file,label", "p{0}.png,{1}")(tmp_path)
-    (tmp_path / "file.png").write_bytes(picture(99))
-    assert read_of(tmp_path) == ROWS
+def test_a_row_that_names_several_pictures(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        PAIR(tmp_path / folder)
+    words = Words(("a/index.csv",), "*/{file}", "{label}")
+    with pytest.raises(ValueError, match="'.*/p0.png' names several pictures, .*a/p0.png, .*b/p0"):
+        forms.read(tmp_path, words)
 
 
-def test_a_lost_picture_is_not_replaced_by_one_of_another_folder(tmp_path):
-    for number, _ in ROWS:
-        for folder in ("one", "two/old")[number == 3 :]:
-            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-            (tmp_path / folder / f"{number}.png").write_bytes(picture(number))
-    rows = [f"/home/one/{number}.png,{name}" for number, name in ROWS]
-    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows]))
-    examples = list(forms.read(tmp_path).splits["train"]())
-    with pytest.raises(FileNotFoundError, match="no picture of .* has the name '/home/one/3.png'"):
-        examples.pop(3).read()
-    assert [(shade(x.read()), x.label) for x in examples] == [x for x in ROWS if x[0] != 3]
-
-
-def test_pictures_that_are_lost_or_in_no_folder_do_not_change_the_split_of_others(tmp_path):
-    parted("file,label", "{2}/p{0}.png,{1}")(tmp_path)
-    (tmp_path / "train" / "p3.png").unlink()
-    (tmp_path / "train" / "p4.png").rename(tmp_path / "p4.png")
-    assert read_of(tmp_path, "test") == ROWS[14:]
-
-
-def test_numbers_of_a_column_of_splits_have_no_meaning(tmp_path):
-    """Except in `is_train`: 0 is training in some data sets."""
-    parted("file,label,partition", "p{0}.png,{1},{3}", folder="all")(tmp_path)
-    with pytest.raises(ValueError, match="'partition' has '1': the splits are train, validation"):
-        forms.read(tmp_path)
-
-
-def test_other_names_of_validation(tmp_path):
-    for name in ("dev", "eval"):
-        (tmp_path / name / "all").mkdir(parents=True)
-        for number, _ in ROWS:
-            (tmp_path / name / "all" / f"{number}.png").write_bytes(picture(number))
-        for split, rows in (("train", ROWS[:14]), (name, ROWS[14:])):
-            lines = [f"{number}.png,{label}" for number, label in rows]
-            (tmp_path / name / f"{split}.csv").write_text("\n".join(["file,label", *lines]))
-        assert read_of(tmp_path / name, "validation") == ROWS[14:]
-
-
-def test_a_record_without_a_class_is_refused(tmp_path):
-    records = [{"file_name": f"{i}.png", "label": name} for i, name in [*ROWS[:12], (12, None)]]
-    for number in range(13):
-        (tmp_path / f"{number}.png").write_bytes(picture(number))
-    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, records)))
-    with pytest.raises(ValueError, match="the class '' in .* is empty"):
-        forms.read(tmp_path)
-
-
-def test_a_table_of_pictures_in_class_folders_needs_a_usual_column(tmp_path):
-    """A table of widths does not replace the classes."""
-    write_folders(tmp_path)
-    rows = [f"{name}/{number}.png,{number}" for number, name in ROWS]
-    (tmp_path / "sizes.csv").write_text("\n".join(["file,width", *rows]))
-    message = "the column 'width', or the folders of the pictures. Give --labels_column=width, or"
-    with pytest.raises(ValueError, match=message):
-        forms.read(tmp_path)
-    assert len(forms.read(tmp_path, "width").class_names) == 17
+def test_paths_instead_of_pictures_in_parquet(tmp_path):
+    write_parquet(tmp_path / "x.parquet", names=list(CLASSES))
+    table = pyarrow.parquet.read_table(tmp_path / "x.parquet")
+    paths = [{"bytes": None, "path": f"{number}.png"} for number, _ in ROWS]
+    column = pyarrow.array(paths, table["image"].type)
+    pyarrow.parquet.write_table(table.set_column(0, "image", column), tmp_path / "x.parquet")
+    first = next(forms.read(tmp_path).splits["train"]())
+    with pytest.raises(FileNotFoundError, match="it has no bytes, but the path 0.png"):
+        first.read()
 
 
 def test_every_file_is_accounted_for(tmp_path, capsys):
@@ -625,13 +788,20 @@ def test_every_file_is_accounted_for(tmp_path, capsys):
     (source / "cat" / "notes").write_text("none")
     (source / "dog" / "scan.tif").write_bytes(b"II*")
     (source / "means.csv").write_text("a,b\n1,2\n")
+    (source / "train_test_split.txt").write_text("7.png 1\n")
     prepare(source, tmp_path / "out")
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "read: 17 .png; 3 classes: cat, dog, emu"
-    assert sorted(printed[1:]) == [
-        "ignored: 1 .csv, not read as a table of pictures (means.csv)",
+    assert printed[0].split() == ["class", "train", "validation"]
+    for row, (name, numbers) in zip(printed[1:4], CLASSES.items(), strict=True):
+        label, *counts = row.split()
+        assert (label, sum(map(int, counts))) == (name, len(numbers) + (name == "dog"))
+    assert printed[4].split() == ["all", "3", "16", "2"]
+    assert printed[5] == "read: 17 .png"
+    assert sorted(printed[6:]) == [
+        "ignored: 1 .csv, not read; --table names a table (means.csv)",
         "ignored: 1 .png, hidden, or a copy of macOS (cat/._0.png)",
-        "ignored: 1 .png, not in a class folder or not named by the table (7.png)",
+        "ignored: 1 .png, not in a class folder or not named by a table (7.png)",
+        "ignored: 1 .txt, not read; --table names a table (train_test_split.txt)",
         "ignored: 1 without suffix, a picture without suffix: rename it (cat/scan)",
         "ignored: 1 without suffix, no picture (cat/notes)",
         "skipped: 1 .tif, unreadable",
@@ -641,27 +811,22 @@ def test_every_file_is_accounted_for(tmp_path, capsys):
 def test_folders_of_no_form(tmp_path):
     (tmp_path / "a.jpg").write_bytes(picture(1))
     (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match=r"none of these \(1 pictures without classes\): .*parq"):
+    with pytest.raises(
+        ValueError, match=r"none of these \(1 pictures without classes\): .*parq.*pickl"
+    ):
         forms.read(tmp_path)
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is no folder$"):
         forms.read(tmp_path / "nowhere")
-    (tmp_path / "cat").mkdir()
-    (tmp_path / "cat" / "b.jpg").write_bytes(picture(1))
-    with pytest.raises(ValueError, match="holds class folders .*, no table"):
-        forms.read(tmp_path, "label")
+    with pytest.raises(ValueError, match="is no folder. Archives are not read: unpack x.zip first"):
+        forms.read(tmp_path / "x.zip")
 
 
 def test_a_table_reads_nothing_outside_its_folder(tmp_path):
-    """Only the end of a path counts: a picture of that name in the folder, or none."""
     outside, folder = tmp_path / "secret.png", tmp_path / "photos"
     folder.mkdir()
-    for path in (outside, folder / "a.png"):
-        path.write_bytes(picture(1))
-    for word in (str(outside), "../secret.png"):
-        (folder / "t.csv").write_text(f"file,label\na.png,cat\n{word},dog\n")
-        first, second = forms.read(folder).splits["train"]()
-        assert first.read() == picture(1)
-        with pytest.raises(FileNotFoundError, match="no picture of .*photos has the name '.*secr"):
-            second.read()
-    (folder / "t.csv").write_text(f"file,label\n{folder / 'a.png'},cat\n")
-    assert forms.read(folder).class_names == ["cat"]
+    PAIR(folder)
+    outside.write_bytes(picture(1))
+    for word in (str(outside), "../secret.png", str(folder / "p2.png")):
+        (folder / "index.csv").write_text(f"file,label\np0.png,cat\np1.png,dog\n{word},dog\n")
+        with pytest.raises(ValueError, match="1 of 3 rows .* name no picture: .*png"):
+            forms.read(folder, INDEX)

@@ -174,11 +174,13 @@ def test_a_head_of_other_classes_is_new(source, tmp_path, monkeypatch):
         "fewer": (few, "head/kernel: (16, 5) new, (16, 10) there"),
         "named": (load(SETTINGS.data)._replace(class_names=tuple("abcdefghij")), None),
         "other": (load(SETTINGS.data)._replace(class_names=tuple("bcdefghijk")), "head: new, for"),
+        "unsaid": (load(SETTINGS.data)._replace(class_names=tuple("abcdefghij")), "head: new, for"),
     }
     for name, (dataset, line) in cases.items():
         monkeypatch.setattr(data, "load", lambda section, dataset=dataset: dataset)
         origin = source if name != "other" else tmp_path / "named"
-        lines = transfer.init_from(origin, SETTINGS, tmp_path / name)
+        match = "number" if name == "named" else "name"
+        lines = transfer.init_from(origin, SETTINGS, tmp_path / name, match=match)
         new = use.load(tmp_path / name).model
         head = transfer.HEAD if line else set()
         assert taken(new, old) == set(params(new)) - head, name

@@ -83,7 +83,7 @@ def parse_flags(
 ) -> list[str]:
     """Parse flags as absl does; an error ends the program with one line.
 
-    `--help` prints all flags and the fields of the config.
+    `--help` prints all flags and the fields of the config. --no-header is --no_header.
 
     Args:
         argv: name of the program and its arguments.
@@ -93,7 +93,7 @@ def parse_flags(
     Returns:
         The name of the program and its positional words.
     """
-    argv = list(argv)
+    argv = [re.sub("^--[^=]+", lambda flag: _underscored(flag[0]), word) for word in argv]
     if {"-h", "--help"} & set(argv[1:]):
         print(help_text(values, argv[0]))
         sys.exit(0)
@@ -113,6 +113,10 @@ def parse_flags(
         if flag.present and flag.default != "" and flag.value == "":
             sys.exit(f"--{name}= is empty: leave it out, or give a value")
     return [program, *rest]
+
+
+def _underscored(flag: str) -> str:
+    return "--" + flag[2:].replace("-", "_")
 
 
 def define_config(help: str, values: flags.FlagValues = flags.FLAGS) -> None:

@@ -157,15 +157,17 @@ def _values(*splits: Sequence[Batch]) -> Iterator[Any]:
                 yield example[name]
 
 
-def with_classes(dataset: Dataset, class_names: Sequence[str]) -> Dataset:
-    """Return a data set of images with the labels of these classes.
+def with_classes(
+    dataset: Dataset, class_names: Sequence[str], match: classes.Match = "name"
+) -> Dataset:
+    """Return a data set of images with the labels of these classes, as `classes.matched`.
 
     Raises:
         ValueError: as `classes.matched`.
     """
     if list(class_names) == list(dataset.class_names):
         return dataset
-    label = classes.matched(class_names, dataset.class_names)
+    label = classes.matched(class_names, dataset.class_names, match)
 
     def decode(record: Any, rng: np.random.Generator | None, data: config.Data, _: Any) -> Batch:
         example = dataset.decode(record, rng, data, dataset)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from PIL import Image, ImageEnhance, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageEnhance, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 Box = tuple[float, float, float, float]
 """Part of an image in pixels: left, top, right, bottom."""
@@ -164,8 +164,12 @@ FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP")
 """Image formats; some other formats of Pillow start programs (PostScript)."""
 
 
-def open_image(encoded: bytes) -> Image.Image:
+def open_image(encoded: bytes, bits: int = 16) -> Image.Image:
     """Open an image of one of the `FORMATS`, without transparency; others are decoded when used.
+
+    Args:
+        encoded: the file.
+        bits: as `opaque`.
 
     Raises:
         OSError, SyntaxError, ...: errors of Pillow for broken files, or for more than 178,956,970
@@ -174,20 +178,26 @@ def open_image(encoded: bytes) -> Image.Image:
     try:
         opened = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError:
-        raise OSError(f"it is none of {', '.join(FORMATS)}") from None
-    return opaque(opened)
+        if encoded.startswith(b"\x89PNG\r\n\x1a\n"):  # Image.open does not say what is broken
+            opened = PngImagePlugin.PngImageFile(io.BytesIO(encoded))
+        else:
+            raise OSError(f"it is none of {', '.join(FORMATS)}") from None
+    return opaque(opened, bits)
 
 
-def opaque(image: Image.Image) -> Image.Image:
+def opaque(image: Image.Image, bits: int = 16) -> Image.Image:
     """Return an image without transparency, on white as browsers show it, in 8 bits per channel.
 
-    Of grey values of 16 bits the higher 8 bits are kept, which Pillow's own conversion clips. Where
-    all are below 4096 or 256, they have 12 or 8 bits. Images without either are returned as they
-    are.
+    Of grey values of 16 bits, which Pillow's own conversion clips, the higher 8 of the lower `bits`
+    are kept. Images without either are returned as they are.
+
+    Raises:
+        OSError: if a grey value has more bits.
     """
     if image.mode.startswith("I"):
         values = np.asarray(image).clip(0, 2**16 - 1)
-        bits = next(bits for bits in (8, 12, 16) if values.max() < 2**bits)
+        if values.max() >= 2**bits:
+            raise OSError(f"it has the value {values.max()}, of more than --bits={bits}")
         new = Image.fromarray((values >> (bits - 8)).astype(np.uint8))
     elif image.has_transparency_data:
         colours = image.convert("RGBA")

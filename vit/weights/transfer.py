@@ -35,7 +35,7 @@ from jaxtyping import Float
 from performer.nnx import PerformerAttention
 from vit import config as configs
 from vit import data, use
-from vit.data.classes import matched
+from vit.data.classes import Match, matched
 from vit.run import buckets, files, runs, safety
 from vit.task import Model, Task, of_folder, random_streams
 
@@ -67,6 +67,7 @@ def init_from(
     workdir: Path,
     dataset: data.Dataset | None = None,
     task: Task | None = None,
+    match: Match = "name",
 ) -> list[str]:
     """Begin a run from another; one that exists already is left as it is, to be resumed.
 
@@ -76,6 +77,7 @@ def init_from(
         workdir: folder of the new run; it appears in one piece.
         dataset: data set of the new run, as `runs.subject`.
         task: task of the new run, as `runs.subject`.
+        match: how the classes of the head are matched, as `classes.matched`.
 
     Returns:
         A report on what was copied, in lines; empty if the run exists.
@@ -118,7 +120,7 @@ def init_from(
         )
     origin = {"init_from": place, "step": trained.step}
     with begun(config, workdir, origin, dataset, task) as (model, task, dataset):
-        return take(source, trained, model, task, dataset, config=config)
+        return take(source, trained, model, task, dataset, config=config, match=match)
 
 
 @contextlib.contextmanager
@@ -178,6 +180,7 @@ def take(
     dataset: data.Dataset,
     *,
     config: configs.Config,
+    match: Match = "name",
 ) -> list[str]:
     """Put the fitting arrays of a run into a new model of the same size; see the module.
 
@@ -188,6 +191,7 @@ def take(
         task: task of the new model.
         dataset: data set of the new run.
         config: config of the new run.
+        match: as in `init_from`.
 
     Returns:
         A report in lines.
@@ -196,10 +200,10 @@ def take(
     new = {name: x[...] for name, x in parameters(model).items()}
     lines = fit_positions(old, new, resampled)
     fresh: set[str] = set()
-    head = fit_head(old, trained.class_names, dataset.class_names)
+    head = fit_head(old, trained.class_names, dataset.class_names, match)
     if head is None:
         fresh |= HEAD
-        lines += ["head: new, for the classes differ"]
+        lines += ["head: new, for the classes differ; --match=number keeps it if as many"]
     else:
         lines += head
     if ("pre_logits/kernel" in old) != ("pre_logits/kernel" in new):
@@ -229,7 +233,10 @@ def fit_positions(old: dict[str, Any], new: Mapping[str, Any], resample: Resampl
 
 
 def fit_head(
-    named: dict[str, Any], class_names: Sequence[str], new_names: Sequence[str]
+    named: dict[str, Any],
+    class_names: Sequence[str],
+    new_names: Sequence[str],
+    match: Match = "name",
 ) -> list[str] | None:
     """Sort the classes of the head among `named`, in place, as the new names; return a report.
 
@@ -239,7 +246,7 @@ def fit_head(
     if len(class_names) != len(new_names):
         return None
     try:
-        order = matched(class_names, new_names)
+        order = matched(class_names, new_names, match)
     except ValueError:
         return None
     if order == list(range(len(order))):

@@ -1,16 +1,16 @@
 """Pictures as arrays of uint8: IDX files (MNIST and its family), and .npz files.
 
 IDX: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-... alike, each plain or as .gz. npz:
-arrays `images` (n, height, width[, 1 or 3]) and `labels` (n,) of integers or text, or `x` and `y`;
-`train_images`, `x_test`, ... for splits; `class_names` of each file if the labels are
-integers and have names.
+the names of Keras (x_train, y_train, x_test, ...) or of MedMNIST (train_images, train_labels,
+val_images, ...), or those of `--images` and `--labels`. Labels are whole numbers or text. An array
+`class_names` has the names of the numbers of its file.
 """
 
 import gzip
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,63 +18,45 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from vit.data.classes import placeholders
-from vit.data.sources.source import (
-    Example,
-    Labels,
-    Source,
-    by_split,
-    class_names,
-    reading,
-    split_of,
-)
+from vit.data.classes import in_order, word
+from vit.data.sources.source import Example, Source, Unsaid, by_split, ordered, reading
+from vit.data.sources.words import Words, with_splits
 
-IMAGES, LABELS = {"images", "image", "x", "imgs"}, {"labels", "label", "y", "targets", "target"}
-"""Names of the arrays of an npz file."""
-MOST_CLASSES = 2**16
 SHAPES = ((), (1,), (3,))
 """Shapes of a pixel."""
+IDX = {"train": "train", "t10k": "test", "test": "test"}
+"""Split of the last word before "-images-idx3-ubyte"."""
 
 
 class Arrays(NamedTuple):
-    """The pictures of a split, and their classes: numbers or text."""
+    """The pictures of a split, and the class of each in words."""
 
     name: str
     images: np.ndarray
-    labels: np.ndarray
-    class_names: Sequence[str] = ()
-    """Names of the numbers, by the file that has them."""
-
-    @property
-    def names(self) -> Labels:
-        """Names of the classes."""
-        if self.class_names or self.labels.dtype.kind != "U":
-            return self.class_names or None
-        return frozenset(map(str, np.unique(self.labels)))
-
-    def name_of(self, label: Any) -> str:
-        """Return the name of a label."""
-        if self.class_names and self.labels.dtype.kind != "U":
-            return str(self.class_names[label])
-        return str(label)
+    labels: Sequence[str]
+    names: Sequence[str]
+    """Names of the classes in order; () for numbers without names."""
 
 
-def read_idx_folder(source: Path, _: str = "") -> Source | None:
+def read_idx_folder(source: Path, _: Words) -> Source:
     """Read the IDX files of a folder.
 
     Raises:
         ValueError: if files are damaged or contradict one another.
     """
-    by_file, files = [], []
-    for path in sorted(source.glob("*-images-idx3-ubyte*")):
-        prefix = path.name.split("-images-idx3-ubyte")[0]
-        labels = sorted(source.glob(f"{prefix}-labels-idx1-ubyte*"))
-        if not labels:
-            raise ValueError(f"{path} has no labels next to it ({prefix}-labels-idx1-ubyte)")
-        split = "train" if prefix.endswith("train") else "test"
-        by_file.append((split, Arrays(str(path), read_idx(path, 3), read_idx(labels[0], 1))))
+    parts, files = [], []
+    for path in sorted(source.glob("*-images?idx3-ubyte*")):
+        prefix = path.name.split("-images")[0]
+        labels = sorted(source.glob(f"{prefix}-labels?idx1-ubyte*"))
+        if not labels or (split := IDX.get(prefix.split("-")[-1])) is None:
+            raise ValueError(
+                f"{path} must be named train-images-idx3-ubyte or t10k-images-idx3-ubyte, with its"
+                " labels next to it, as train-labels-idx1-ubyte"
+            )
+        arrays = _arrays(str(path), read_idx(path, 3), read_idx(labels[0], 1))
+        parts.append((split, str(path), arrays))
         files += [path, labels[0]]
-    return _source(source, by_file, files)
+    return _source(source, parts, files)
 
 
 def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
@@ -92,116 +74,123 @@ def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
         return np.frombuffer(content, np.uint8, offset=4 + sizes.nbytes).reshape(sizes)
 
 
-def read_npz(source: Path, _: str = "") -> Source | None:
+def read_npz(source: Path, words: Words) -> Source:
     """Read the .npz files of a folder; nothing in them is executed.
 
     Raises:
-        ValueError: if an array cannot be used; the message lists the arrays.
+        Unsaid: if the arrays have other names, and none are said.
+        ValueError: if an array does not exist or cannot be used.
     """
-    by_file: list[tuple[str, Arrays]] = []
     paths = sorted(source.glob("*.npz"))
-    for path in paths:
-        # TypeError: a broken header. ValueError: an array of Python objects.
-        errors = (TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
-        with reading(path, "", *errors), np.load(path, allow_pickle=False) as file:
-            # Some keep labels as (n, 1).
-            arrays = {k: np.asarray(x) for k, x in file.items()}  # bytes for what is no array
-            arrays = {k: x[:, 0] if x.shape[1:] == (1,) else x for k, x in arrays.items()}
-        names = [str(name) for name in np.atleast_1d(arrays.pop("class_names", []))]
-        images = _by_split(path, arrays, IMAGES)
-        shapes = {split: arrays[key].shape[:1] for split, key in images.items()}
-        labels = _by_split(path, arrays, LABELS, shapes)
-        if not images or images.keys() != labels.keys():
-            there = ", ".join(f"{key} {x.dtype}{list(x.shape)}" for key, x in arrays.items())
-            raise ValueError(
-                f"{path} must hold images and labels, or x and y, as train_images or x_test of a"
-                f" split; it holds {there}"
-            )
-        for split, key in images.items():
-            member = Arrays(f"{path}:{key}", arrays[key], arrays[labels[split]], names)
-            by_file.append((split, member))
-    return _source(source, by_file, paths)
+    members = {f"{path.name}/{key}": x for path in paths for key, x in loaded(path).items()}
+    pairs = _said(source, members, words) if words.images else [*_conventional(members)]
+    if not pairs:
+        raise Unsaid(
+            f"the arrays of {source} have neither the names of Keras (x_train, y_train, x_test,"
+            f" ...) nor of MedMNIST (train_images, train_labels, ...); it holds {shown(members)}"
+        )
+    parts = []
+    for split, image, label in pairs:
+        names = members.get(f"{label.split('/')[0]}/class_names", ())
+        arrays = _arrays(f"{source}/{image}", members[image], members[label], names)
+        parts.append((split, image, arrays))
+    return _source(source, parts, paths)
 
 
-def _by_split(
-    path: Path,
-    arrays: Mapping[str, np.ndarray],
-    words: set[str],
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-) -> dict[str, str]:
-    """Return the names of arrays with one of these words, by the split in their or the file's.
+def loaded(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a file; bytes for what is no array."""
+    # TypeError: a broken header. ValueError: an array of Python objects.
+    errors = (TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
+    with reading(path, "", *errors), np.load(path, allow_pickle=False) as file:
+        arrays = {key: np.asarray(x) for key, x in file.items()}
+    return {key: x[:, 0] if x.shape[1:] == (1,) else x for key, x in arrays.items()}
 
-    Args:
-        path: the file.
-        arrays: its arrays.
-        words: words of the names.
-        shapes: shape that an array of the split should have; None for three axes or more.
 
-    Raises:
-        ValueError: if several arrays of a split have such a name and fit.
-    """
-    keys: dict[str, list[str]] = {}
-    for key in arrays:
-        if words & set(key.lower().split("_")):
-            keys.setdefault(split_of(key, split_of(path.stem)), []).append(key)
-    for split, there in keys.items():
-        fitting = [
-            key
-            for key in there
-            if (arrays[key].ndim > 2 if shapes is None else arrays[key].shape == shapes.get(split))
-        ]
-        if len(fitting) > 1:
-            raise ValueError(
-                f"{path} holds {' and '.join(fitting)} for the split {split!r}: rename or remove"
-                " all but one"
-            )
-        keys[split] = fitting or there
-    return {split: there[0] for split, there in keys.items()}
+def _conventional(members: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the split, images and labels of arrays with the names of Keras or MedMNIST."""
+    for file in dict.fromkeys(member.split("/")[0] for member in members):
+        for part, split in (("train", "train"), ("val", "validation"), ("test", "test")):
+            for names in ("x_{}", "y_{}"), ("{}_images", "{}_labels"):
+                image, label = (f"{file}/{name.format(part)}" for name in names)
+                if image in members and label in members:
+                    yield split, image, label
+
+
+def _said(
+    source: Path, members: Mapping[str, np.ndarray], words: Words
+) -> list[tuple[str, str, str]]:
+    """Return the split, images and labels of the arrays that the words name."""
+    labels = {split: name for name, split in with_splits("labels", words.labels)}
+    images = with_splits("images", words.images)
+    if labels.keys() != {split for _, split in images} or len(labels) != len(images):
+        raise ValueError("--images and --labels must name one array for each split")
+    member = partial(_member, source, members)
+    return [(split, member(name), member(labels[split])) for name, split in images]
+
+
+def _member(source: Path, members: Mapping[str, np.ndarray], name: str) -> str:
+    """Return the array of a name, "imgs" or "train.npz/imgs"."""
+    there = [x for x in members if name in (x, x.split("/", 1)[1])]
+    if len(there) != 1:
+        raise ValueError(
+            f"{source} holds {len(there)} arrays {name!r}; there are {shown(members)}; of several"
+            " files one is train.npz/x"
+        )
+    return there[0]
+
+
+def shown(members: Mapping[str, np.ndarray]) -> str:
+    """Return the names, types and shapes of arrays."""
+    return ", ".join(f"{key} {x.dtype}{list(x.shape)}" for key, x in members.items())
 
 
 def _source(
-    folder: Path, by_file: list[tuple[str, Arrays]], files: Sequence[Path]
-) -> Source | None:
-    """Return the source of arrays by split; ValueError if they are no pictures with classes."""
-    if not by_file:
-        return None
-    splits = by_split(folder, ((split, arrays.name, arrays) for split, arrays in by_file))
-    for arrays in splits.values():
-        _check(arrays)
-    ordered = [splits[name] for name in sorted(splits, key=lambda name: name != "train")]
-    names = class_names(folder, {x.name: x.names for x in ordered})
-    if not names:
-        names = placeholders(1 + max(int(arrays.labels.max()) for arrays in splits.values()))
-    channels = 3 if any(x.images.shape[3:] == (3,) for x in splits.values()) else 1
+    folder: Path, parts: Sequence[tuple[str, str, Arrays]], files: Sequence[Path]
+) -> Source:
+    """Return the source of arrays by split, the classes of training first."""
+    splits = by_split(folder, parts)
+    first = sorted(splits.values(), key=lambda x: x is not splits.get("train"))
+    channels = 3 if any(x.images.shape[3:] == (3,) for x in first) else 1
     examples = {split: partial(_examples, x) for split, x in splits.items()}
-    return Source(names, channels, examples, files)
+    return Source(channels, examples, files, ordered({x.name: x.names for x in first}))
 
 
-def _check(arrays: Arrays) -> None:
-    """Raise ValueError if arrays are no pictures with classes."""
-    name, images, labels, names = arrays
-    shape, kind = images.shape, labels.dtype.kind
+def _arrays(name: str, images: np.ndarray, labels: np.ndarray, names: Any = ()) -> Arrays:
+    """Return pictures and their classes in words; ValueError if they are none."""
+    shape, kind, names = images.shape, labels.dtype.kind, [word(x) for x in np.atleast_1d(names)]
     if images.dtype != np.uint8 or len(shape) < 3 or not shape[0] or shape[3:] not in SHAPES:
         raise ValueError(
             f"{name} is {images.dtype}{list(shape)}: images are uint8, 0 to 255, of shape (n,"
             " height, width[, 1 or 3]) with n > 0"
         )
-    if labels.shape != shape[:1] or kind not in "iuU" or (kind == "i" and labels.min() < 0):
+    if labels.shape[:1] == shape[:1] and labels.ndim > 1:
+        raise ValueError(
+            f"{name}: labels {labels.dtype}{list(labels.shape)} are several numbers for each"
+            " picture, but a picture has one class; store numpy.argmax(labels, 1) if one is 1"
+        )
+    is_whole = kind in "iuUS" or (kind == "f" and (labels == labels.round()).all())
+    if labels.shape != shape[:1] or not is_whole:
         raise ValueError(
             f"{name} has {len(images)} images, its labels are {labels.dtype}{list(labels.shape)}: a"
-            " text or an integer from 0 on for each is needed"
+            " text or a whole number for each is needed"
         )
-    most = len(names) or MOST_CLASSES
-    if kind != "U" and labels.max() >= most:
-        raise ValueError(f"{name}: labels up to {labels.max()} for at most {most} class_names")
-    if kind == "U" and names and (foreign := {*labels.tolist()} - {*names}):
-        raise ValueError(f"{name}: the label {min(foreign)!r} is none of its class_names")
+    if kind in "US":
+        found = [word(x) for x in labels.tolist()]
+        if names and (foreign := in_order({*found} - {*names})):
+            raise ValueError(f"{name}: the label {foreign[0]!r} is none of its class_names")
+        return Arrays(name, images, found, names or in_order(found))
+    if labels.min() < 0 or (names and labels.max() >= len(names)):
+        raise ValueError(
+            f"{name} has labels {labels.min()} to {labels.max()}; they must be from 0"
+            f"{f' to {len(names) - 1}, for there are {len(names)} class_names' * bool(names)}"
+        )
+    numbers = labels.astype(int).tolist()
+    return Arrays(name, images, [names[x] if names else str(x) for x in numbers], names)
 
 
 def _examples(arrays: Arrays) -> Iterator[Example]:
     for number, (image, label) in enumerate(zip(arrays.images, arrays.labels, strict=True)):
-        name = arrays.name_of(label)
-        yield Example(f"{arrays.name}[{number}]", partial(_png, image), name)
+        yield Example(f"{arrays.name}[{number}]", partial(_png, image), label)
 
 
 def _png(image: np.ndarray) -> bytes:

@@ -1,21 +1,30 @@
 """Pictures in class folders, and an account of the files of a folder.
 
-Class folders are train/<class>/*.jpg, and val/ or test/ alike; or <class>/*.jpg at once. Pictures
-may be in folders below that of the class. A folder with the name of a split that holds pictures and
-no class folders is a class.
+The convention is that of ImageFolder in torchvision and TFDS: `<split>/<class>/*` with the splits
+train, validation (or val) and test; or `<class>/*` without splits. The class of a picture is the
+folder below the split. Folders below it are allowed if no two classes have one of the same name.
+`--classes=DIR` names folders whose folders are the classes.
 """
 
 import os
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from vit.data.classes import in_order
-from vit.data.sources.source import SPLITS, Example, Source, by_split, content, is_picture
+from vit.data.classes import word
+from vit.data.sources.source import Example, Source, Unsaid, by_split, content, is_picture
+from vit.data.sources.words import LIKE_SPLITS, SPLITS, Words, with_splits
 
-SHOWN = 10
-"""Classes that are listed."""
+Classes = dict[str, list[Path]]
+"""The pictures of each class."""
+
+
+_PARTS = re.compile(r"(?<![a-z])(part|batch|fold|images|imgs|photos|pictures|masks)(?![a-z])")
+"""Words in names of folders that are no classes, if all have one."""
+SHOWN = 40
+"""Most classes that are listed one by one."""
 
 
 def folders(folder: Path) -> list[Path]:
@@ -31,74 +40,122 @@ def is_hidden(path: Path) -> bool:
 
 def pictures(folder: Path) -> list[Path]:
     """Return the pictures in a folder and in folders below it."""
-    paths_below, entered = [], set()
+    return sorted(_walk(folder))
+
+
+def has_pictures(folder: Path) -> bool:
+    """Detect a picture in a folder or in folders below it."""
+    return any(True for _ in _walk(folder))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    entered = set()
     for place, names, files in os.walk(folder, followlinks=True):
         status = os.stat(place)
         is_new = (status.st_dev, status.st_ino) not in entered  # links may form a cycle
         entered.add((status.st_dev, status.st_ino))
         names[:] = [name for name in names if is_new and not is_hidden(Path(name))]
         paths = (Path(place, name) for name in files if is_new)
-        paths_below += [path for path in paths if is_picture(path) and not is_hidden(path)]
-    return sorted(paths_below)
+        yield from (path for path in paths if is_picture(path) and not is_hidden(path))
 
 
-def classes(folder: Path) -> dict[str, list[Path]]:
-    """Return the pictures of each class folder in a folder."""
-    by_class = {path.name: pictures(path) for path in folders(folder)}
-    return {name: paths for name, paths in by_class.items() if paths}
+def classes(folder: Path) -> Classes:
+    """Return the pictures of each class folder in a folder.
 
-
-def split_folders(source: Path) -> list[Path]:
-    """Return the folders with the name of a split that are no classes.
-
-    Classes hold pictures. A folder that holds both pictures and class folders is a split if no
-    other class is next to it.
+    Raises:
+        ValueError: if two folders are the same class.
     """
-    named = [path for path in folders(source) if path.name.lower() in SPLITS]
-    holding = [path for path in named if _holds_pictures(path)]
-    others = holding and any(pictures(path) for path in folders(source) if path not in named)
-    classes_of = [path for path in holding if others or not classes(path)]
-    return [path for path in named if path not in classes_of]
+    by_class: Classes = {}
+    for path in folders(folder):
+        if paths := pictures(path):
+            if word(path.name) in by_class:
+                raise ValueError(f"{folder} holds two folders of the class {word(path.name)!r}")
+            by_class[word(path.name)] = paths
+    return by_class
+
+
+def read(source: Path, _: Words) -> Source:
+    """Read `<split>/<class>/*` or `<class>/*`.
+
+    Raises:
+        Unsaid: if the layout is neither.
+        ValueError: if two folders are the same split or class.
+    """
+    tops = [path for path in folders(source) if has_pictures(path)]
+    named = {path.name: classes(path) for path in tops if path.name in SPLITS}
+    parts = {name: by_class for name, by_class in named.items() if by_class}
+    if named and "train" not in parts:
+        first = source / min(parts or named)
+        cause = "no train is next to it" if parts else "holds pictures, not class folders"
+        raise Unsaid(f"{first} has the name of a split, but {cause}")
+    mixed = parts and _holds_pictures(source / "train")
+    for path in (path for path in tops if parts and path.name not in SPLITS):
+        if mixed or parts["train"].keys() & {word(below.name) for below in folders(path)}:
+            raise Unsaid(f"{path} next to {source / 'train'} may be a class, or a split")
+    if not parts:
+        parts = {"": classes(source)}
+        _check_names(source, parts[""])
+    for name, by_class in parts.items():
+        _check_depth(source / name, by_class)
+    splits = by_split(source, ((SPLITS.get(k, "train"), f"{k}/", x) for k, x in parts.items()))
+    return of_classes(splits)
 
 
 def _holds_pictures(folder: Path) -> bool:
     return any(is_picture(path) and not is_hidden(path) for path in folder.iterdir())
 
 
-def read_splits(source: Path, _: str = "") -> Source | None:
-    """Read the folders of splits, with class folders in them.
+def read_said(source: Path, words: Words) -> Source:
+    """Read the folders of `--classes`; folders of the same split and class are joined.
 
     Raises:
-        ValueError: if there is no training split, or training lacks a class of another split.
+        ValueError: if one does not exist, or has no class folders.
     """
-    named = ((folder, classes(folder)) for folder in split_folders(source))
-    given_splits = [
-        (SPLITS[folder.name.lower()], f"{folder.name}/", by_class)
-        for folder, by_class in named
-        if by_class
-    ]
-    splits = by_split(source, given_splits)
-    if not splits:
-        return None
-    for _, folder, by_class in given_splits:
-        if unknown := sorted(by_class.keys() - splits.get("train", {}).keys()):
-            raise ValueError(f"{source / folder} has classes that train/ lacks: {unknown[:5]}")
-    return _source(in_order(splits["train"]), splits)
+    splits: dict[str, Classes] = {}
+    for name, split in with_splits("classes", words.classes):
+        by_class = classes(source / name) if (source / name).is_dir() else {}
+        if not by_class:
+            raise ValueError(f"--classes={name}: {source / name} holds no folders with pictures")
+        joined = splits.setdefault(split, {})
+        for label, paths in by_class.items():
+            joined[label] = joined.get(label, []) + paths
+    return of_classes(splits)
 
 
-def read_classes(source: Path, _: str = "") -> Source | None:
-    """Read class folders."""
-    by_class = classes(source)
-    return _source(in_order(by_class), {"train": by_class}) if by_class else None
+def _check_names(folder: Path, by_class: Classes) -> None:
+    """Raise Unsaid if folders have the names of parts of a data set: they may be no classes."""
+    names = [name.lower() for name in by_class]
+    is_doubtful = any(map(LIKE_SPLITS.fullmatch, names)) or all(map(is_part, names))
+    if len(names) > 1 and is_doubtful:
+        raise Unsaid(f"{folder} holds the folders {', '.join(by_class)}, which may be no classes")
 
 
-def _source(names: Sequence[str], splits: dict[str, dict[str, list[Path]]]) -> Source:
+def is_part(name: str) -> bool:
+    """Detect a folder with the name of a part of a data set, as train_images."""
+    return any(words.search(name.lower()) for words in (LIKE_SPLITS, _PARTS))
+
+
+def _check_depth(folder: Path, by_class: Classes) -> None:
+    """Raise Unsaid if a folder below a class has the name of another class, or of one below it."""
+    owner = {label: label for label in by_class}
+    top = len(folder.parts)
+    for label, paths in by_class.items():
+        for name in sorted({part for path in paths for part in path.parts[top + 1 : -1]}):
+            if (other := owner.setdefault(name, label)) != label:
+                both = f"{label}/ and {other}/" if other != name else f"{label}/ and next to it"
+                raise Unsaid(
+                    f"in {folder} folders of the same name {name} are in {both}, so the level of"
+                    " the classes is not clear"
+                )
+
+
+def of_classes(splits: Mapping[str, Classes]) -> Source:
+    """Return the source of the pictures of each class of each split."""
     files = [path for by_class in splits.values() for paths in by_class.values() for path in paths]
-    examples = {split: partial(_examples, by_class) for split, by_class in splits.items()}
-    return Source(names, 0, examples, files)
+    return Source(0, {split: partial(_examples, x) for split, x in splits.items()}, files)
 
 
-def _examples(by_class: dict[str, list[Path]]) -> Iterator[Example]:
+def _examples(by_class: Classes) -> Iterator[Example]:
     for name, paths in by_class.items():
         for path in paths:
             yield Example(str(path), partial(content, path), name)
@@ -125,13 +182,25 @@ def account(folder: Path, source: Source, skipped: Collection[str] = ()) -> list
     counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
     for path in source.files:
         counts[str(path) in skipped][path.suffix.lower() or "without suffix"] += 1
-    known = [*source.class_names[:SHOWN], *["..."] * (len(source.class_names) > SHOWN)]
-    named = f"{len(source.class_names)} classes: {', '.join(known)}"
-    lines = [f"read: {_listed(counts[False])}; {named}"]
+    lines = [f"read: {_listed(counts[False])}", *source.notes]
     lines += [f"skipped: {_listed(counts[True])}, unreadable"] * bool(counts[True])
     for (suffix, reason), number in sorted(ignored.items(), key=lambda item: -item[1]):
         lines.append(f"ignored: {number} {suffix}, {reason} ({first[suffix, reason]})")
     return lines
+
+
+def table(source: Source) -> list[str]:
+    """Return lines with the pictures of each class in each split."""
+    names = [*source.class_names]
+    shown = names if len(names) <= SHOWN else names[: SHOWN // 2]
+    rows = [("class", *source.splits)]
+    rows += [(name, *(str(x[name]) for x in source.counts.values())) for name in shown]
+    if len(shown) < len(names):
+        rest = [[x[name] for name in names[len(shown) :]] for x in source.counts.values()]
+        rows.append((f"{len(rest[0])} more", *(f"{min(x)} to {max(x)}" for x in rest)))
+    rows.append((f"all {len(names)}", *(str(x.total()) for x in source.counts.values())))
+    first = max(len(row[0]) for row in rows)
+    return [f"{row[0]:{first}}" + "".join(f"{x:>12}" for x in row[1:]) for row in rows]
 
 
 def _listed(counts: Counter[str]) -> str:
@@ -143,9 +212,9 @@ def _reason(path: Path, folder: Path) -> str:
     if any(is_hidden(Path(part)) for part in path.relative_to(folder).parts):
         return "hidden, or a copy of macOS"
     if is_picture(path):
-        return "not in a class folder or not named by the table"
-    if path.suffix.lower() in (".csv", ".tsv", ".jsonl"):
-        return "not read as a table of pictures"
+        return "not in a class folder or not named by a table"
+    if path.suffix.lower() in (".csv", ".tsv", ".txt", ".jsonl", ".parquet"):
+        return "not read; --table names a table"
     if not path.suffix and path.is_file() and _begins_as_picture(path):
         return "a picture without suffix: rename it"
     return "no picture"

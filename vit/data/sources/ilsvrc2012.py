@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.data.sources.source import Example, Source, reading
+from vit.data.sources.words import Words
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 
@@ -22,14 +23,12 @@ def has_archives(folder: Path) -> bool:
     return (folder / TRAIN_TAR).exists() or (folder / VAL_TAR).exists()
 
 
-def read(source: Path, _: str = "") -> Source | None:
+def read(source: Path, _: Words) -> Source:
     """Read the classes by their wnids, the splits train and validation.
 
     Raises:
         ValueError: if an archive is missing or damaged, or holds other files.
     """
-    if not has_archives(source):
-        return None
     with _tar(source / TRAIN_TAR), _tar(source / VAL_TAR):  # hours before their turn comes
         folder = importlib.resources.files("tensorflow_datasets") / "datasets" / "imagenet2012"
         classes = (folder / "labels.txt").read_text().split()
@@ -53,7 +52,7 @@ def read(source: Path, _: str = "") -> Source | None:
                 yield Example(image.name, partial(_content, tar, image), label)
 
     files = [source / TRAIN_TAR, source / VAL_TAR]
-    return Source(classes, 3, {"train": train, "validation": validation}, files)
+    return Source(3, {"train": train, "validation": validation}, files, classes)
 
 
 @contextlib.contextmanager

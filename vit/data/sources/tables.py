@@ -1,258 +1,313 @@
-"""Tables with a row for each picture: csv files, text files and the metadata of Hugging Face.
+"""Tables with a row for each picture: those that the user describes, and Hugging Face's.
 
-The column of files is the one whose words are names of pictures in the folder, with or without
-suffix. Of a path only its end counts, so that paths of another machine and of Windows are read. The
-column of classes has a usual name, is the only other one, or is named. A file without a header has
-the columns "1", "2", ... A first column without a name, of row numbers, is ignored. A column
-`split` has the split, else the folder of the picture, or the table's name or folder. A picture that
-is named several times is read once.
+Hugging Face's image folder has metadata.csv, .jsonl or .parquet next to the pictures, in the folder
+or in those of splits, with the columns `file_name` and `label`. Other tables are described by
+`--table`, `--picture` and `--label` (`vit.data.sources.words`). Columns are separated by the most
+frequent one of comma, semicolon, tabulator and bar in the first line, or else by blanks: all of
+them if each line has as many, or only the first.
 """
 
 import csv
 import io
+import posixpath
+import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from vit.data.classes import in_order
-from vit.data.sources.folders import folders, pictures
-from vit.data.sources.source import (
-    LABELS,
+from vit.data.classes import word
+from vit.data.sources.folders import pictures
+from vit.data.sources.source import Example, Source, Unsaid, content, reading
+from vit.data.sources.words import (
+    LEFT_OUT,
     SPLITS,
-    Example,
-    Source,
-    column_of_labels,
-    content,
-    is_picture,
-    reading,
-    split_of,
+    Words,
+    columns_of,
+    filled,
+    meaning,
+    with_splits,
 )
 from vit.run import files
 
-SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
-SPLIT_COLUMNS = ("split", "subset", "set", "is_train", "partition")
-IS_TRAIN = {"1": "train", "0": "test", "true": "train", "false": "test"}
-"""Split of a word in the column `is_train`; in another one 0 may be training."""
-
-Rows = list[list[str]]
+NAMES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""Hugging Face's tables."""
+SHOWN = 3
+"""Rows that are named."""
 
 
 class Table(NamedTuple):
-    """Columns and rows of a table, and the picture of each row."""
+    """Columns and rows of one table, or of several that are joined."""
 
-    path: Path
+    paths: tuple[Path, ...]
     columns: list[str]
-    rows: Rows
-    named: int
-    """Column of the pictures."""
-    pictures: list[Path | None]
+    rows: list[list[str]]
+
+    @property
+    def name(self) -> str:
+        """Its files."""
+        return "+".join(map(str, self.paths))
 
 
-def read(source: Path, labels_column: str = "") -> Source | None:
-    """Read the pictures that the tables in the folder, or in folders of splits, name.
+class Row(NamedTuple):
+    """A row: the path of its picture below the folder, its class, split and group."""
 
-    Raises:
-        ValueError: if a table cannot be read, names few pictures of the folder, a column of classes
-            or splits is ambiguous, or a picture has several classes or splits.
-    """
-    places = [(source, None)]
-    places += [(f, SPLITS[f.name.lower()]) for f in folders(source) if f.name.lower() in SPLITS]
-    examples: dict[str, list[Example]] = defaultdict(list)
-    files: list[Path] = []
-    of_picture: dict[str, tuple[str, str]] = {}
-    for folder, split in places:
-        paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
-        paths = [path for path in paths if not (path.is_dir() or _is_placeholder(path))]
-        find = _finder(folder)
-        tables = [table for path in paths if (table := _table(path, find)) is not None]
-        for table in tables:
-            files += [table.path, *(path for path in table.pictures if path)]
-            for part, example in _examples(table, folder, split, labels_column):
-                first = of_picture.setdefault(example.name, (part, example.label))
-                if first != (part, example.label):
-                    raise ValueError(
-                        f"{table.path}: {example.name} has the split and class {part},"
-                        f" {example.label!r}, and in another row {first[0]}, {first[1]!r}: a"
-                        " picture has one of each. Remove rows, or tables that others contain"
-                    )
-                examples[part].append(example)
-    if not examples:
-        return None
-    unique = {part: list({x.name: x for x in rows}.values()) for part, rows in examples.items()}
-    names = in_order(example.label for rows in unique.values() for example in rows)
-    splits = {part: partial(iter, rows) for part, rows in unique.items()}
-    return Source(names, 0, splits, list(dict.fromkeys(files)))
+    picture: str
+    label: str
+    split: str
+    group: str = ""
 
 
-def _is_placeholder(table: Path) -> bool:
-    """Detect Kaggle's sample_submission.csv, whose labels are made up."""
-    return "submission" in table.stem.lower()
+def metadata(source: Path) -> list[tuple[Path, str]]:
+    """Return Hugging Face's tables in a folder and in those of splits, with the split or ""."""
+    places = [(source, ""), *((source / name, split) for name, split in SPLITS.items())]
+    paths = ((folder / name, split) for folder, split in places for name in NAMES)
+    return [(path, split) for path, split in paths if path.is_file() and _has_file_names(path)]
 
 
-def _examples(
-    table: Table, folder: Path, split: str | None, labels_column: str
-) -> Iterator[tuple[str, Example]]:
-    """Yield the split and the example of each row."""
-    path, columns, rows = table.path, table.columns, table.rows
-    by_word = [i for i, name in enumerate(columns) if name.lower() in SPLIT_COLUMNS]
-    by_word = [i for i in by_word if columns[i] != labels_column][:1]
-    others = [name for i, name in enumerate(columns) if i not in (table.named, *by_word)]
-    label = columns.index(column_of_labels(path, others, labels_column))
-    tops = [_top(picture, folder) for picture in table.pictures]
-    class_folders = {top for top in tops if top and top.lower() not in SPLITS}
-    if len(class_folders) > 1 and not labels_column and columns[label].lower() not in LABELS:
-        raise ValueError(
-            f"{path}: are the classes those of the column {columns[label]!r}, or the folders of the"
-            f" pictures? Give --labels_column={columns[label]}, or remove the table"
-        )
-    of_folder = SPLITS if len(class_folders) < 2 else {}
-    for row, picture, top in zip(rows, table.pictures, tops, strict=True):
-        part = split or of_folder.get(top.lower()) or split_of(path.stem)
-        for column in by_word:
-            words = SPLITS | IS_TRAIN if columns[column].lower() == "is_train" else SPLITS
-            if (word := row[column].lower()) not in words:
-                raise ValueError(
-                    f"{path}: the column {columns[column]!r} has {row[column]!r}: the splits are"
-                    " train, validation and test; rename its words, or the column"
-                )
-            part = words[word]
-        word = row[table.named]
-        name = str(picture or f"{word}, named by {path}")
-        read = partial(content, picture) if picture else partial(_missing, word, folder)
-        yield part, Example(name, read, row[label])
+def _has_file_names(path: Path) -> bool:
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        return "file_name" in parquet.read_schema(path).names
+    with path.open("rb") as file:
+        return b"file_name" in file.readline()
 
 
-def _top(picture: Path | None, folder: Path) -> str:
-    """Return the first folder of a picture below the folder."""
-    parts = picture.relative_to(folder).parts if picture else ("",)
-    return parts[0] if parts[1:] else ""
-
-
-def _missing(word: str, folder: Path) -> bytes:
-    raise FileNotFoundError(f"no picture of {folder} has the name {word!r}, or several have it")
-
-
-def _table(path: Path, find: Callable[[str], Path | None]) -> Table | None:
-    """Return a table; None if it names no pictures.
+def read_metadata(source: Path, words: Words) -> Source:
+    """Read Hugging Face's tables.
 
     Raises:
-        ValueError: if it cannot be read, or has the names of pictures of which most are missing.
+        Unsaid: if one has no column `file_name` or `label`.
+        ValueError: as `of_rows`.
     """
-    rows = _rows(path)
-    if not rows:
-        return None
-    columns = [[find(row[column]) for row in rows] for column in range(len(rows[0]))]
-    words = zip(*rows, strict=True)
-    certain = [_names_pictures(*each) for each in zip(columns, words, strict=True)]
-    if not rows[0][0] and any(certain[1:]):  # row numbers, as pandas writes them
-        rows, columns, certain = [row[1:] for row in rows], columns[1:], certain[1:]
-    # Classes that are numbers may also be names of pictures, but of few.
-    named = max(range(len(columns)), key=lambda column: len({*columns[column]} - {None}))
-    hits = sum(map(bool, columns[named]))
-    if 2 * hits < len(rows) - 1:
-        look = [sum(is_picture(Path(row[i])) for row in rows) for i in range(len(columns))]
-        if 2 * max(look) < len(rows):
-            return None
+    rows: list[tuple[Table, Row]] = []
+    for path, split in metadata(source):
+        table = load(path)
+        if missing := {"file_name", "label"} - {*table.columns}:
+            raise Unsaid(f"{path} has no column {max(missing)!r}, but {listed(table.columns)}")
+        for row in _dicts(table):
+            picture = path.parent.relative_to(source) / row["file_name"]
+            top = SPLITS.get(picture.parts[0], "train") if picture.parts else ""
+            rows.append((table, Row(str(picture), row["label"], split or top)))
+    return of_rows(source, rows, words.max_missing)
+
+
+def read_said(source: Path, words: Words) -> Source:
+    """Read the tables of the words.
+
+    Raises:
+        ValueError: if a table has no such column or split; and as `of_rows`.
+    """
+    splits, rows = meaning(words), []
+    templates = words.picture, words.label, words.group, words.split
+    for name, split in with_splits("table", words.table):
+        table = joined([load(source / x, not words.no_header) for x in name.split("+")])
+        _check_columns(table, [x for each in templates for x in columns_of(each)])
+        for row in _dicts(table):
+            picture, label, group, part = (filled(template, row) for template in templates)
+            part = _split_of(table, splits, part) if words.split else split
+            if part != LEFT_OUT:
+                group = group or picture * bool(words.group)  # alone without an entry
+                rows.append((table, Row(picture.replace("\\", "/"), label, part, group)))
+    return of_rows(source, rows, words.max_missing)
+
+
+def _split_of(table: Table, splits: Mapping[str, str], part: str) -> str:
+    """Return the split that a row's word means; ValueError for an unknown one."""
+    if (part := word(part)) not in splits:
         raise ValueError(
-            f"{path} names {max(look)} pictures, of which {hits} are in {path.parent}: complete"
-            " the folder, or remove the table"
+            f"{table.name}: the split {part!r} is none of {listed(splits)}; say what it is, as"
+            f" --splits={part}:train, or {part}:none to leave its rows out"
         )
-    if not hits:
-        return None
-    for column, others in enumerate(columns):
-        pairs = zip(others, columns[named], strict=True)
-        if certain[column] and any(a and b and a != b for a, b in pairs):
+    return splits[part]
+
+
+def of_rows(source: Path, rows: Sequence[tuple[Table, Row]], max_missing: float = 0.0) -> Source:
+    """Return the source of the rows that name a picture; a picture is read once.
+
+    Raises:
+        ValueError: if a row names several pictures, a larger share than `max_missing` none, or a
+            picture has several classes or splits.
+    """
+    find, there = finder(source)
+    examples: dict[str, dict[str, Example]] = defaultdict(dict)
+    first: dict[Path, Row] = {}
+    missing: list[str] = []
+    for table, row in rows:
+        paths = find(row.picture)
+        if len(paths) > 1:
             raise ValueError(
-                f"{path}: the columns {rows[0][named]!r} and {rows[0][column]!r} name different"
-                " pictures in a row (a number may be the name of a picture): remove one"
+                f"{table.name}: {row.picture!r} names several pictures, {listed(paths[:2])}"
             )
-    has_suffix = [is_picture(Path(row[named])) for row in rows]
-    is_header = not columns[named][0] or (any(has_suffix) and not has_suffix[0])
-    if not is_header:
-        return Table(path, [str(i + 1) for i in range(len(columns))], rows, named, columns[named])
-    return Table(path, rows[0], rows[1:], named, columns[named][1:])
+        if not paths:
+            missing.append(row.picture)
+            continue
+        row = row._replace(label=word(row.label))
+        other = first.setdefault(paths[0], row)
+        if other[1:] != row[1:]:
+            raise ValueError(
+                f"{table.name}: {row.picture} has the class {row.label!r} in {row.split}, and in"
+                f" another row {other.label!r} in {other.split}: a picture has one class and one"
+                " split"
+            )
+        example = Example(str(paths[0]), partial(content, paths[0]), row.label, row.group)
+        examples[row.split].setdefault(example.name, example)
+    tables = list(dict.fromkeys(path for table, _ in rows for path in table.paths))
+    notes = _missing(tables, missing, len(rows), there, max_missing)
+    splits = {part: partial(iter, list(x.values())) for part, x in examples.items()}
+    return Source(0, splits, [*tables, *first], notes=notes)
 
 
-def _names_pictures(pictures: Sequence[Path | None], words: Sequence[str]) -> bool:
-    """Detect a column that names a picture in most rows, by names with a suffix, or each once.
+def _missing(
+    tables: Sequence[Path],
+    missing: Sequence[str],
+    number: int,
+    there: Iterable[str],
+    max_missing: float,
+) -> list[str]:
+    """Return a line on the rows without a picture; ValueError for too many of them."""
+    if not missing:
+        return []
+    line = (
+        f"{len(missing)} of {number} rows of {listed(tables)} name no picture:"
+        f" {listed(missing[:SHOWN])}{', ...' * (len(missing) > SHOWN)}"
+    )
+    if len(missing) <= max_missing * number:
+        return [f"left out: {line}"]
+    share = -(-100 * len(missing) // number) / 100
+    hint = f"--max_missing={share} leaves them out" if share < 1 else "check --picture"
+    raise ValueError(f"{line}{_difference(missing[0], there)}; {hint}")
 
-    Numbers of classes name the same pictures again and again, without a suffix.
+
+def _difference(name: str, there: Iterable[str]) -> str:
+    """Return the picture from which a name differs only in case, Unicode form or suffix."""
+
+    def plain(path: str) -> str:
+        return unicodedata.normalize("NFC", posixpath.splitext(path)[0]).casefold()
+
+    near = (x for x in there if plain(x) == plain(name))
+    differing = " ({!a} is {!a} on the disk: only case, Unicode form or suffix differ)"
+    return next((differing.format(name, x) for x in near), "")
+
+
+def finder(source: Path) -> tuple[Callable[[str], list[Path]], list[str]]:
+    """Return a function: path below a folder -> pictures with it; and all paths below the folder.
+
+    A folder * stands for any folder. Nothing outside the folder is a picture of it.
     """
-    there = [picture for picture in pictures if picture]
-    is_most = 2 * len(there) >= len(words) - 1 and len(there) > 1
-    has_suffix = 2 * sum(is_picture(Path(word)) for word in words) >= len(words)
-    return is_most and (has_suffix or len(there) == len({*there}))
+    paths = {path.relative_to(source).as_posix(): path for path in pictures(source)}
+    starred: dict[tuple[int, ...], dict[tuple[str, ...], list[Path]]] = {}
+
+    def find(name: str) -> list[Path]:
+        parts = PurePosixPath(name).parts
+        stars = tuple(i for i, part in enumerate(parts) if part == "*")
+        if not stars:
+            return [paths[x] for x in ("/".join(parts),) if x in paths]
+        if stars not in starred:
+            index = starred.setdefault(stars, defaultdict(list))
+            for key, path in paths.items():
+                each = key.split("/")
+                masked = ("*" if i in stars else part for i, part in enumerate(each))
+                index[tuple(masked)].append(path)
+        return starred[stars].get(parts, [])
+
+    return find, list(paths)
 
 
-def _rows(path: Path) -> Rows:
-    """Return the rows of a table, the header first; [] for a text that is none.
+def load(path: Path, has_header: bool = True) -> Table:
+    """Read a table: .parquet, .jsonl, or text; without a header its columns are "0", "1", ...
 
-    Columns are separated by a comma, semicolon, tabulator, bar, or the first blank of a line.
+    Raises:
+        ValueError: if it cannot be read, is empty, or a row has another number of fields.
     """
-    suffix = path.suffix.lower()
-    with reading(path, " as a table", UnicodeDecodeError, csv.Error, ValueError):
+    errors = UnicodeDecodeError, csv.Error, ValueError
+    with reading(path, " as a table", *errors):
+        if path.suffix == ".parquet":
+            return Table((path,), *_of_records(_of_parquet(path)))
         text = path.read_text("utf-8-sig")
-        if suffix == ".jsonl":
-            return _of_records([files.parsed(line) for line in text.splitlines() if line.strip()])
-        delimiter = max(",;\t|", key=text.partition("\n")[0].count)
-        if delimiter not in text.partition("\n")[0]:
-            rows = [line.split(None, 1) for line in text.splitlines() if line.strip()]
-        else:
-            lines = csv.reader(io.StringIO(text, ""), delimiter=delimiter)
-            rows = [row for row in lines if row]
-    rows = [[word.strip() for word in row] for row in rows]
-    for number, row in enumerate(rows, 1):
-        if len(row) != len(rows[0]):
-            if suffix == ".txt":
-                return []
-            raise ValueError(
-                f"{path}: row {number} has {len(row)} fields, the first {len(rows[0])}"
-            )
-    return rows if rows and rows[0][1:] else []
+        if path.suffix == ".jsonl":
+            records = [files.parsed(line) for line in text.splitlines() if line.strip()]
+            return Table((path,), *_of_records(records))
+        rows = _split(text)
+        if not rows[has_header:]:
+            raise ValueError("it has no rows")
+        for number, row in enumerate(rows, 1):
+            if len(row) != len(rows[0]):
+                raise ValueError(f"row {number} has {len(row)} fields, the first {len(rows[0])}")
+    columns = rows.pop(0) if has_header else list(map(str, range(len(rows[0]))))
+    return Table((path,), columns, rows)
 
 
-def _of_records(records: Sequence[dict]) -> Rows:
-    """Return the rows of records, the names first."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    rows = [[record.get(name) for name in names] for record in records]
-    return [names, *(["" if x is None else str(x) for x in row] for row in rows)]
+def _split(text: str) -> list[list[str]]:
+    first = text.partition("\n")[0]
+    delimiter = max(",;\t|", key=first.count)
+    if delimiter in first:
+        lines = csv.reader(io.StringIO(text, ""), delimiter=delimiter)
+    else:
+        lines = [line.split() for line in text.splitlines() if line.strip()]
+        if len({*map(len, lines)}) > 1:  # "a.png golden retriever"
+            lines = [line.split(None, 1) for line in text.splitlines() if line.strip()]
+    return [[entry.strip() for entry in row] for row in lines if row]
 
 
-def _finder(folder: Path) -> Callable[[str], Path | None]:
-    """Return a function: name of a picture in the folder or below -> its path; None for none.
+def _of_parquet(path: Path) -> list[dict]:
+    from pyarrow import parquet, types
 
-    Of several pictures with the same name it is the one with most of the given folders. It is in
-    those given folders that exist here: a lost picture is not replaced by one of another folder.
+    table = parquet.read_table(path).flatten()
+    kept = [field.name for field in table.schema if not types.is_binary(field.type)]
+    return table.select(kept).to_pylist()
+
+
+def _of_records(records: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and rows of records; of a list of classes "a|b", which is refused."""
+    columns = list(dict.fromkeys(name for record in records for name in record))
+    return columns, [[_entry(record.get(name)) for name in columns] for record in records]
+
+
+def _entry(value: Any) -> str:
+    if isinstance(value, list):
+        return "|".join(map(str, value)) if len(value) != 1 else str(value[0])
+    return "" if value is None else str(value)
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """Join tables by their first columns, of which others have those of the first table.
+
+    Raises:
+        ValueError: if a row of the first table has none, or several, in another one.
     """
+    table, *others = tables
+    for other in others:
+        by_key = {row[0]: row[1:] for row in other.rows}
+        lost = [row[0] for row in table.rows if row[0] not in by_key]
+        if lost or len(by_key) < len(other.rows):
+            cause = f"has no row {lost[0]!r}" if lost else "has several rows of the same key"
+            raise ValueError(f"{other.name} cannot be joined with {table.name}: it {cause}")
+        columns = [*table.columns, *other.columns[1:]]
+        if table.columns == list(map(str, range(len(table.columns)))):
+            columns = list(map(str, range(len(columns))))
+        rows = [row + by_key[row[0]] for row in table.rows]
+        table = Table((*table.paths, *other.paths), columns, rows)
+    return table
 
-    @cache
-    def index() -> tuple[dict[str, list[Path]], set[str]]:
-        by_name: dict[str, list[Path]] = defaultdict(list)
-        names: set[str] = set()
-        for path in pictures(folder):
-            names |= {*folders_of(path)}
-            for name in {path.name, path.stem}:
-                by_name[name].append(path)
-        return by_name, names
 
-    def folders_of(path: Path) -> tuple[str, ...]:
-        return path.relative_to(folder).parts[:-1]
+def _check_columns(table: Table, named: Sequence[str]) -> None:
+    """Raise ValueError unless the table has each named column once."""
+    for column in named:
+        if table.columns.count(column) != 1:
+            several = "several columns" if column in table.columns else "no column"
+            hint = "; with --no_header they are {0}, {1}, ..." if column.isdecimal() else ""
+            raise ValueError(
+                f"{table.name} has {several} {column!r}, but {listed(table.columns)}{hint}"
+            )
 
-    def find(word: str) -> Path | None:
-        parts = PurePosixPath(word.replace("\\", "/")).parts[::-1]
-        by_name, names = index()
-        given = names.intersection(parts[1:])
-        candidates = by_name.get(parts[0], []) if parts else []
-        candidates = [path for path in candidates if given <= {*folders_of(path)}]
-        for depth, part in enumerate(parts[1:], 2):
-            if len(candidates) < 2:
-                break
-            nearer = [path for path in candidates if path.parts[-depth:][0] == part]
-            candidates = nearer or candidates
-        direct = [path for path in candidates if path.parent == folder]
-        candidates = direct if len(candidates) > 1 and len(direct) == 1 else candidates
-        return candidates[0] if len(candidates) == 1 else None
 
-    return find
+def _dicts(table: Table) -> Iterator[dict[str, str]]:
+    return (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return names separated by commas."""
+    return ", ".join(map(str, names))
