@@ -48,15 +48,16 @@ def arguments(tokens: Tokens, estimate: Estimate, pairs: Pairs) -> Arguments:
     query, key, value = tokens
     if (wide := float32_or_wider(*tokens)) == jnp.float64:
         query, key, value = (x.astype(wide) for x in tokens)
-    if pairs.log_weights is not None:
+    log_weights = _log_weights(pairs, wide)
+    if log_weights is not None:
         # Masked keys may be NaN, and have no gradient.
-        absent = jnp.isneginf(pairs.log_weights)[..., None]
+        absent = jnp.isneginf(log_weights)[..., None]
         key, value = (jnp.where(absent, 0, x) for x in (key, value))
     calibration, given = estimate.calibration, (None, None)
     if estimate.absolute and calibration is not None and calibration.changes_tokens:
         given = query, key
     query, key, *per_head = _transformed(query, key, estimate)
-    keys = Keys(key, value, pairs.log_weights, pairs.log_decay, given[1])
+    keys = Keys(key, value, log_weights, pairs.log_decay, given[1])
     t, n, k = *query.shape[1:3], key.shape[2]
     heads = state_heads(n, k, estimate, pairs)
     if heads != k:  # (b, s, k, .) -> (b, s, n, .)
@@ -70,6 +71,14 @@ def arguments(tokens: Tokens, estimate: Estimate, pairs: Pairs) -> Arguments:
         keys = jax.tree.map(lambda x: x[:, : max(t, 1)], keys)
     w_query, w_key, feature_bias, shift = cast(Any, per_head)
     return Arguments(query, keys, w_query, w_key, feature_bias, shift, given[0])
+
+
+def _log_weights(pairs: Pairs, dtype: jnp.dtype) -> Float[Array, "b s #k"] | None:
+    """Log-weights of keys, -inf for those that do not exist; None for 0 everywhere."""
+    if pairs.exists is None:
+        return pairs.log_weights
+    weights = jnp.zeros((), dtype) if pairs.log_weights is None else pairs.log_weights
+    return jnp.where(pairs.exists[..., None], weights, -jnp.inf)
 
 
 def _transformed(query: Array, key: Array, estimate: Estimate):
@@ -143,8 +152,7 @@ def features_of(
             sampled=calibration is not None and calibration.changes_law,
         )
     )
-    exists, dtype = masks.key_mask(mask, None, lead, tokens.key), float32_or_wider(*tokens)
-    pairs = Pairs(masks.log_weights(None, exists, lead, tokens.key, dtype))
+    pairs = Pairs(exists=masks.key_mask(mask, None, lead, tokens.key))
     return _features(tokens, estimate, pairs)
 
 

@@ -25,15 +25,16 @@ def key_mask(
     lead = lead or (1,)
     keys = None
     if mask is not None:
-        mask = jnp.asarray(mask)
+        mask = jnp.asarray(of_all_heads(mask))
         want = (*lead, 1, 1, s)
         if not _broadcasts(mask.shape, want):
             raise ValueError(
                 f"mask has shape {mask.shape}; linear attention honours masks over keys only, of a"
                 f" shape that broadcasts to (batch, 1, 1, keys) = {want}. For padding pass"
                 " valid[:, None, None, :], for a causal mask is_causal=True, for packed sequences"
-                " segment_ids; for any other mask that differs between queries or heads use exact"
-                " attention (jax.nn.dot_product_attention)"
+                " segment_ids; for a mask of keys that differs between heads key_log_weights"
+                " (batch, keys, key heads), -inf where there is no key; for any other mask that"
+                " differs between queries use exact attention (jax.nn.dot_product_attention)"
             )
         keys = jnp.broadcast_to(truth(mask), want).reshape(b, s)
     if lengths is not None:
@@ -54,6 +55,14 @@ def key_mask(
     return keys
 
 
+def of_all_heads(mask: ArrayLike) -> ArrayLike:
+    """A mask of keys (..., n, 1, s) as (..., 1, 1, s), if its heads agree and it is not traced."""
+    if isinstance(mask, Tracer) or np.ndim(mask) < 3 or np.shape(mask)[-2] != 1:
+        return mask
+    one = np.asarray(mask)[..., :1, :, :]
+    return one if np.array_equal(np.broadcast_to(one, np.shape(mask)), mask) else mask
+
+
 def truth(mask: ArrayLike) -> Bool[Array, "..."]:
     """The mask as booleans; raise ValueError for one that is added to logits."""
     if (bad := first(mask, lambda x: ~(x >= 0))) is not None:
@@ -65,12 +74,12 @@ def truth(mask: ArrayLike) -> Bool[Array, "..."]:
 
 
 def log_weights(
-    given: ArrayLike | None, exists: Array | None, lead: Lead, key: Array, dtype: jnp.dtype
+    given: ArrayLike | None, lead: Lead, key: Array, dtype: jnp.dtype
 ) -> Float[Array, "b s #k"] | None:
-    """`Pairs.log_weights` of these log-weights, -inf for keys that do not exist."""
+    """`Pairs.log_weights` of these log-weights."""
     b, s, k, _ = key.shape
     if given is None:
-        return None if exists is None else _joined(0.0, exists, (b, s), (b, s, 1), dtype)
+        return None
     weights = jnp.asarray(given)
     has_heads = weights.ndim > len(lead) + 1
     want = (*lead, s, k) if has_heads else (*lead, s)
@@ -86,13 +95,12 @@ def log_weights(
             f"key_log_weights has {_got(weights, bad)}; expected floats, the logarithms of weights,"
             " below inf; -inf where there is no key"
         )
-    return _joined(weights, exists, want, (b, s, k if has_heads else 1), dtype)
+    return _broadcast(weights, want, (b, s, k if has_heads else 1), dtype)
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4))  # a single dispatch outside jit
-def _joined(weights, exists: Array | None, want: Lead, shape: Lead, dtype: jnp.dtype) -> Array:
-    weights = jnp.broadcast_to(jnp.asarray(weights, dtype), want).reshape(shape)
-    return weights if exists is None else jnp.where(exists[..., None], weights, -jnp.inf)
+@partial(jax.jit, static_argnums=(1, 2, 3))  # a single dispatch outside jit
+def _broadcast(weights: Array, want: Lead, shape: Lead, dtype: jnp.dtype) -> Array:
+    return jnp.broadcast_to(jnp.asarray(weights, dtype), want).reshape(shape)
 
 
 def log_decay(

@@ -297,9 +297,9 @@ def performer_attention(
     )
     refusals.check_estimate(estimate, tokens)
     shapes, dtype = (lead, tokens.query, tokens.key), float32_or_wider(*tokens)
-    exists = masks.key_mask(mask, key_value_seq_lengths, lead, tokens.key)
     pairs = Pairs(
-        masks.log_weights(key_log_weights, exists, lead, tokens.key, dtype),
+        masks.log_weights(key_log_weights, lead, tokens.key, dtype),
+        masks.key_mask(mask, key_value_seq_lengths, lead, tokens.key),
         masks.log_decay(alibi_slopes, log_decay, *shapes, dtype),
         masks.segments(segment_ids, *shapes),
         bool(is_causal),

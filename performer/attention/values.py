@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from performer import features
 from performer.calibration import Calibration
@@ -96,7 +96,10 @@ class Pairs:
     """Weights of pairs of a query and a key that depend on their positions."""
 
     log_weights: Float[Array, "b s #k"] | None = None
-    """Log-weights of keys, with mask and lengths; -inf for no key, None for 0 everywhere."""
+    """Log-weights of keys; -inf for no key, None for 0 everywhere."""
+    exists: Bool[Array, "b s"] | None = None
+    """Mask and lengths of keys; None if all exist. The others get the log-weight -inf within the
+    compiled program: between programs JAX's `jax_debug_infs` would report it."""
     log_decay: Float[Array, "b t n"] | None = None
     """Log-decay of tokens, for each key head or each query head."""
     segments: tuple[Int[Array, "b t"], Int[Array, "b s"] | None] | None = None

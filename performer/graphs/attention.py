@@ -104,7 +104,8 @@ def masked_attention(
         feature_map: as in `performer_attention`.
         implementation: "sparse" sums over the visits of the walks: linear. "dense" forms the mask:
             faster for small graphs, unless norms above about 10 require one maximum for each row.
-            None is "dense" up to `DENSE` nodes.
+            None is "dense" up to `DENSE` nodes. Forward mode (`jax.jvp`) requires "dense", or a
+            mask that `jit` traces.
         links: result of `link`, for a mask that `jit` traces; computed in each other call.
 
     Returns:
@@ -139,7 +140,15 @@ def masked_attention(
     sparse = sparse and isinstance(mask, EstimatedKernel)
     if sparse and links is None:
         links = link(cast(EstimatedKernel, mask), min(frequencies.shape[-2], value.shape[-1]))
-    output = _attention(*given, mask, links, sparse).astype(value.dtype)
+    try:
+        output = _attention(*given, mask, links, sparse).astype(value.dtype)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "forward mode (jax.jvp, jax.jacfwd) is not supported by sums over the pairs of a sparse"
+            " mask: pass implementation='dense'"
+        ) from error
     return output.reshape(*query.shape[:-1], value.shape[-1])
 
 

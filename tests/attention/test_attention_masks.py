@@ -247,3 +247,27 @@ def test_finite_for_any_finite_input(name, feature_map, small_chunks):
             sums = np.asarray(out[..., -1])
             want = np.broadcast_to(sees[..., None], sums.shape).astype(float)
             np.testing.assert_allclose(sums, want, rtol=1e-5)
+
+
+def test_masks_with_an_axis_of_heads():
+    """A mask that all heads share is one of keys; others are log-weights of each key head."""
+    query, key, value, frequencies = inputs(t=5, s=5, n=4, k=4)
+    exists = np.random.default_rng(0).random((2, 4, 1, 5)) < 0.6
+    attend = partial(performer_attention, query, key, value, frequencies)
+    shared = np.broadcast_to(exists[:, :1], (2, 4, 1, 5))
+    np.testing.assert_array_equal(attend(mask=shared), attend(mask=exists[:, :1]))
+    with pytest.raises(ValueError, match="key_log_weights .*, -inf where there is no key; for any"):
+        attend(mask=exists)
+    got = attend(key_log_weights=np.where(np.moveaxis(exists[:, :, 0], 1, 2), 0, -np.inf))
+    for head in range(4):
+        one = [x[:, :, head : head + 1] for x in (query, key, value)]
+        want = reference_attention(*one, frequencies, mask=exists[:, head, None])
+        close(got[:, :, head : head + 1], want, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(mask=np.arange(5) < 3), dict(key_value_seq_lengths=[3, 5])]
+)
+def test_the_search_for_infinities_reports_no_mask(options):
+    with jax.debug_infs(True):
+        performer_attention(*inputs(t=5, s=5), **{k: np.asarray(x) for k, x in options.items()})

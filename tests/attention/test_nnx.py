@@ -297,3 +297,12 @@ def test_a_mask_that_is_added_to_logits_is_refused():
 def test_the_layer_is_named_where_people_look():
     with pytest.raises(AttributeError, match="performer.nnx.PerformerAttention"):
         performer.PerformerAttention  # noqa: B018
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_masks_of_pairs_with_an_axis_of_heads(is_causal):
+    """As `jnp.broadcast_to` makes them of one mask for all heads."""
+    module = layer(decode=False)
+    mask = np.tri(5) if is_causal else np.ones((5, 1)) * [1, 1, 0, 1, 1]
+    got = module(X, mask=np.broadcast_to(mask, (3, 2, 5, 5)))
+    np.testing.assert_array_equal(got, module(X, mask=mask[None, None]))

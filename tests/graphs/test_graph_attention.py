@@ -311,3 +311,15 @@ def test_batch_axes_and_narrow_dtypes():
     narrow = masked_attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)), w, mask)
     assert narrow.dtype == jnp.bfloat16
     np.testing.assert_allclose(narrow.astype(float), expected, atol=0.1)
+
+
+def test_forward_mode_of_sums_over_pairs_is_refused():
+    mask = graph_random_features(jax.random.key(0), example(), DIFFUSION, num_walks=1, p_halt=0.9)
+    x, w = jnp.ones((1, NUM_NODES, 1, 32)), jnp.ones((64, 32))
+
+    def attend(x, implementation):
+        return masked_attention(x, x, x, w, mask, implementation=implementation)
+
+    with pytest.raises(TypeError, match="forward mode .* pass implementation='dense'"):
+        jax.jvp(partial(attend, implementation="sparse"), (x,), (x,))
+    jax.jvp(partial(attend, implementation="dense"), (x,), (x,))
