@@ -1,8 +1,10 @@
 """Decay: a pair of tokens t >= s counts e^{a_(s+1) + ... + a_t} times, for log-decays a <= 0.
 
-A constant a = -slope is ALiBi (Press et al. 2022) or RetNet's decay (Sun et al. 2023); a decay
-that depends on the data is gated linear attention (Yang et al. 2024). Without causality the pair
-s > t counts e^{a_(t+1) + ... + a_s} times.
+A constant a = -slope is ALiBi (Press et al. 2022). A decay that depends on the data, one number for
+a head and a token, is the forget gate of forgetting attention (Lin et al. 2025). RetNet (Sun et al.
+2023) and simple gated linear attention have the same decays, but no normaliser; gated linear
+attention (Yang et al. 2024) has a gate for each channel of the keys, which is not supported.
+Without causality the pair s > t counts e^{a_(t+1) + ... + a_s} times.
 
 Within a chunk the sums are over the tokens between, never differences of longer sums: nothing
 cancels, and a token may forget all (-inf). The state fades from chunk to chunk.

@@ -181,7 +181,8 @@ def performer_attention(
         value: (b, s, k, v).
         frequencies: N(0, I_h) rows drawn by a coupling, rounded to the dtype of `query`: (m, h) for
             all heads, (k, m, h) for key heads, or (n, m, h) for query heads at the cost of n key
-            heads. None has no features: only the pairs of an `exact_window` are attended to.
+            heads. None has no features: only the pairs of an `exact_window`, blocks of windows, are
+            attended to.
         mask: keys that exist, True or non-zero; broadcasts to (b, 1, 1, s). A query without any
             key returns 0.
         is_causal: query i attends to the keys up to i. Later finite keys change nothing, bit for
@@ -195,9 +196,10 @@ def performer_attention(
         alibi_slopes: (n,) or (k,), slopes of the bias -slope |i - j| (Press et al. 2022, Eq. 1),
             with positions counted within segments. Requires t = s.
         log_decay: (b, t, k) or (b, t, n), broadcast over axes of 1, with gradients: logarithms
-            a <= 0 of the decay of RetNet or gated linear attention. Key j has the weight
-            e^{a_(j+1) + ... + a_i} for query i >= j, e^{a_(i+1) + ... + a_j} for i < j; -inf
-            forgets all, and a_1 fades the state before the call. Requires t = s.
+            a <= 0 of the decay of a head at a token, the forget gate of forgetting attention (Lin
+            et al. 2025). Key j has the weight e^{a_(j+1) + ... + a_i} for query i >= j,
+            e^{a_(i+1) + ... + a_j} for i < j; -inf forgets all, and a_1 fades the state before the
+            call. Gates for each channel (gated linear attention) are not supported. Requires t = s.
         segment_ids: integers (b, t) of packed sequences, in any order: a query attends to the keys
             of its own number. A pair (b, t), (b, s) serves cross attention, at the cost of t + s
             tokens; causal queries then see the keys j <= i. NaN in one segment spreads to others.
@@ -230,7 +232,8 @@ def performer_attention(
             be combined with exact pairs, decay or segments. Causal attention requires t = s.
         exact_window: w > 0 computes near keys by e^{q.k} itself, in one normaliser with the
             estimate of the others. Tokens form windows of w; keys of the same and the previous
-            window are near, and keys of the next if not causal. Packed sequences are cut one after
+            window are near, and keys of the next if not causal. These are blocks: in a sliding
+            window each query would have as many near keys. Packed sequences are cut one after
             another, in the order of their numbers, so their near keys depend on the lengths
             before them unless w divides these. Masked tokens count as positions: put padding at the
             end. Requires t = s, a map that estimates softmax, and `weights` of the kernel itself
