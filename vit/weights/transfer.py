@@ -146,6 +146,7 @@ def begun(
     workdir = buckets.path(workdir)
     safety.check_vacant(workdir, "--workdir")
     dataset, task = runs.subject(config, dataset, task)
+    data.check_apart(dataset, config.data)
     runs.rate(config, dataset)
     model = task.create(config, rngs=random_streams(config.seed))
     yield model, task, dataset
