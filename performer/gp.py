@@ -235,7 +235,7 @@ class GaussianProcess:
         vectors, values, _ = jnp.linalg.svd(f.covariance)
         shape = positive_integer("num_samples", num_samples), len(f.mean)
         noise = jax.random.normal(key, shape, f.mean.dtype)
-        noise = noise * jnp.sqrt(values)
+        noise = noise * jnp.sqrt(values)[None]
         return f.mean[None] + jnp.matmul(noise, vectors.mT, precision="highest")
 
 

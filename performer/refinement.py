@@ -97,7 +97,7 @@ class Sample(NamedTuple):
         position = key
         if self.segments is not None:
             same = self.segments[:, :, None] == self.segments[:, None]
-            earlier = same & jnp.tri(same.shape[1], k=-1, dtype=bool)
+            earlier = same & jnp.tri(same.shape[1], k=-1, dtype=bool)[None]
             position = jnp.sum(earlier, axis=-1, dtype=jnp.int32)
             order = jnp.argsort(jnp.argsort(self.segments, stable=True))
             query = key = order.astype(jnp.int32)
@@ -310,7 +310,7 @@ def _rows(
     weights = jnp.sum(weights.reshape(b, heads, -1, s), axis=2)
     rank = jnp.argsort(jnp.argsort(-weights, axis=-1), axis=-1).astype(jnp.int32)
     is_heavy = jnp.repeat(rank < exact.keys, n // heads, axis=1)[:, :, None]
-    is_row = (jnp.arange(t, dtype=jnp.int32) < exact.rows)[:, None]
+    is_row = (jnp.arange(t, dtype=jnp.int32) < exact.rows)[None, None, :, None]
     near = sample.near(exact) | is_heavy | is_row
     logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
     logits = jnp.where(pairs, jnp.where(near, logits, log_kernel), -jnp.inf)

@@ -200,11 +200,12 @@ def _solve(system: Any, right: Array, tolerance: Any) -> tuple[Array, Array]:
     """Return the solutions, and the largest relative residual."""
     size = jnp.max(jnp.abs(right), axis=0, initial=0)
     size = jnp.where(size > 0, size, 1)  # squares of small or large units leave float32
-    right = right / size
+    right = right / size[None]
     one = lambda b: cg(lambda x: system(x[:, None])[:, 0], b, tol=tolerance)[0]  # noqa: E731
     solution = jax.vmap(one, 1, 1)(right)
     residual = jnp.linalg.norm(system(solution) - right, axis=0)
-    return solution * size, jnp.max(residual / jnp.maximum(jnp.linalg.norm(right, axis=0), 1e-30))
+    relative = residual / jnp.maximum(jnp.linalg.norm(right, axis=0), 1e-30)
+    return solution * size[None], jnp.max(relative)
 
 
 def _converged(result: Any, residual: Array, tolerance: float) -> Any:

@@ -146,7 +146,8 @@ def test_fit_finds_the_optimum_whatever_the_units(case):
     with np.errstate(over="ignore"):
         found = [optimize.minimize(loss_by_hand, np.log(units * s), (x, y, kernel)) for s in grid]
     best = min(found, key=lambda each: each.fun)
-    with jax.enable_x64(False), warnings.catch_warnings():
+    strict = jax.enable_x64(False), jax.numpy_rank_promotion("raise")
+    with strict[0], strict[1], warnings.catch_warnings():
         warnings.simplefilter("error")
         process = gp.GaussianProcess(kernel).fit(np.float32(x), np.float32(y))
     scales = np.array([float(scale) for scale in process.scales])
@@ -248,7 +249,8 @@ def test_samples_have_the_law_of_the_prediction():
     """Means and covariances of 20,000 draws, within 5 standard errors."""
     process = jax.jit(lambda x, y: gp.GaussianProcess(scales=SCALES).fit(x, y, num_steps=2))(X, Y)
     f = process.predict(NEW)
-    draws = np.asarray(process.sample(jax.random.key(0), NEW, 20_000))
+    with jax.numpy_rank_promotion("raise"):
+        draws = np.asarray(process.sample(jax.random.key(0), NEW, 20_000))
     variances = np.diag(f.covariance)
     assert (abs(draws.mean(axis=0) - f.mean) < 5 * np.sqrt(variances / 20_000)).all()
     errors = np.sqrt((np.outer(variances, variances) + f.covariance**2) / 20_000)
