@@ -247,3 +247,12 @@ def test_finite_for_any_finite_input(name, feature_map, small_chunks):
             sums = np.asarray(out[..., -1])
             want = np.broadcast_to(sees[..., None], sums.shape).astype(float)
             np.testing.assert_allclose(sums, want, rtol=1e-5)
+
+
+def test_the_reference_takes_weights_of_no_keys():
+    """The oracle of calls without keys, whose output is 0."""
+    query, key = np.ones((2, 3, 4, 8)), np.ones((2, 0, 2, 8))
+    for shape in ((2, 0, 2), (2, 0, 1), (2, 0)):
+        weights = np.zeros(shape, np.float32)
+        output = reference_attention(query, key, key, np.ones((6, 8)), key_log_weights=weights)
+        np.testing.assert_array_equal(output, np.zeros(query.shape))
