@@ -394,6 +394,14 @@ def lines(*lines):
     return write
 
 
+def header(number):
+    """The header of an array of so many pictures, without the pictures."""
+    content = io.BytesIO()
+    claimed = {"descr": "|u1", "fortran_order": False, "shape": (number, 28, 28)}
+    np.lib.format.write_array_header_1_0(content, claimed)
+    return content.getvalue()
+
+
 def npz(**arrays):
     return partial(write_npz, **arrays)
 
@@ -424,6 +432,7 @@ DAMAGED = [
         None,
         "no training split, but t",
     ),
+    (npz(labels=NUMBERS), member("images.npy", header(10**13)), "pictures.npz cannot be read: Un"),
     (npz(labels=NUMBERS), member("images", b"text"), r"images is \|S4\[\]: images are uint8"),
     (npz(images=images()), None, r"images and labels.*it holds .*images uint8\[17, 5, 6\]"),
     (npz(x=images(), x_more=images(), y=NUMBERS), None, "holds x and x_more for the split 'train'"),

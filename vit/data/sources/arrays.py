@@ -101,8 +101,9 @@ def read_npz(source: Path, _: str = "") -> Source | None:
     by_file: list[tuple[str, Arrays]] = []
     paths = sorted(source.glob("*.npz"))
     for path in paths:
-        # TypeError: a broken header. ValueError: an array of Python objects.
-        errors = (TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
+        # TypeError: a broken header. ValueError: an array of Python objects. MemoryError: a header
+        # of more than there is.
+        errors = (TypeError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
         with reading(path, "", *errors), np.load(path, allow_pickle=False) as file:
             # Some keep labels as (n, 1).
             arrays = {k: np.asarray(x) for k, x in file.items()}  # bytes for what is no array
