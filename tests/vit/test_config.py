@@ -141,6 +141,30 @@ REFUSED = [
         {"seq": 2, "attention.exact_window": 2},
         r"config.seq \(2\) must be 1 with config.attention.exact_window \(2\)",
     ),
+    ({"model.dropout": 1.0}, "model.dropout=1.0: must be a number from 0 to below 1"),
+    (
+        {"seq": 2, "attention.blocks": (*[config.Block()] * 3, config.Block(exact_window=2))},
+        r"config.seq \(2\) must be 1 with config.attention.exact_window",
+    ),
+    (
+        {"checkpoint_every": 2, "keep_every": 3},
+        r"keep_every \(3\) must be a multiple of config.checkpoint_every \(2\)",
+    ),
+    (
+        {"model.position": "sincos", "model.width": 66, "model.num_heads": 3},
+        r"width \(66\) must be divisible by 4 for config.model.position \('sincos'\)",
+    ),
+    (
+        {"attention.blocks": (*[config.Block()] * 3, config.Block(calibration="ful"))},
+        "attention.blocks=.*: unknown calibration 'ful'; did you mean 'full'",
+    ),
+    (
+        {
+            "attention.coupling": "pm-antithetic",
+            "attention.blocks": (*[config.Block()] * 3, config.Block(num_features=7)),
+        },
+        "attention.blocks=.*: .*even number of features, got m = 7",
+    ),
     ({"optim.clip_norm": float("nan")}, "config.optim.clip_norm=nan: must be "),
     ({"log_every": 2}, r"config.eval_every \(3\) must be a multiple of config.log_every \(2\)"),
 ]
