@@ -205,13 +205,26 @@ def pair_moments(
         for x in (query, key)
     )
     if mask is not None and np.ndim(mask) > 1 and np.shape(mask)[-2] > 1:
-        pairs = jnp.broadcast_to(truth(mask), (*lead, 1, query.shape[1], key.shape[1]))
+        pairs = _of_pairs(mask, (*lead, 1, query.shape[1], key.shape[1]))
         pairs = pairs.reshape(len(query), *pairs.shape[-2:])
     else:
         keys = key_mask(mask, None, lead, key)
         pairs = None if keys is None else keys[:, None]
     ids = segments(segment_ids, lead, query, key)
     return _pair_moments(query, key, pairs, ids, is_causal, num_queries)
+
+
+def _of_pairs(mask: ArrayLike, want: tuple[int, ...]) -> Array:
+    """Return a mask over pairs; ValueError for other shapes, such as (batch, keys)."""
+    shape, (*lead, _, _, s) = np.shape(mask), want
+    sizes = zip(reversed(shape), reversed(want), strict=False)
+    fits = len(shape) <= len(want) and all(size in (1, wanted) for size, wanted in sizes)
+    if not fits or (lead and shape == (*lead, s)):  # with t = b it would be taken for pairs
+        raise ValueError(
+            f"mask has shape {shape}; expected one that broadcasts to keys {(*lead, 1, 1, s)} or to"
+            f" pairs {want}: for padding pass valid[:, None, None, :]"
+        )
+    return jnp.broadcast_to(truth(mask), want)
 
 
 @partial(jax.jit, static_argnums=(4, 5))
@@ -402,6 +415,8 @@ def parts(
     Raises:
         ValueError: for an unknown part, or more than one distribution of the frequencies.
     """
+    if not isinstance(method, str):
+        raise ValueError(f"calibration method={method!r}: must be a text, such as 'full' or 'none'")
     names = () if method == "none" else tuple(METHODS.get(method, method).split("+"))
     bad = [name for name in names if name not in PARTS]
     if bad:

@@ -181,6 +181,8 @@ def learn(
 ) -> tuple[Theta, Float[Array, " steps"]]:
     """Minimise the mean loss over draws by stochastic gradient descent in theta.
 
+    It warns if the losses still fall in the last tenth of the steps (outside `jit`).
+
     Args:
         key: random key.
         loss: frequencies (num_features, d) -> scalar, differentiable: `kernel_rmse`,
@@ -210,4 +212,7 @@ def learn(
         drawn = coupling(theta)
         return jnp.mean(jax.vmap(lambda k: loss(drawn(k, num_features, d)))(keys))
 
-    return _descent.minimize(key, mean_loss, start, num_steps=num_steps, optimizer=optimizer)
+    descent = _descent.stochastic(key, mean_loss, start, num_steps=num_steps, optimizer=optimizer)
+    _descent.require_finite(descent.losses)
+    _descent.warn_if_falling(descent.losses, stacklevel=2)
+    return descent.parameters, descent.losses

@@ -37,7 +37,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -70,14 +70,23 @@ class Gaussian(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Hyperparameters of VRC App. B.1, all positive."""
+    """Hyperparameters of VRC App. B.1, all positive.
 
-    lengthscale: ArrayLike = 1.0
+    None is a value that `fit` chooses from the data; before `fit` it counts as 1.
+    """
+
+    # Cast: the scales of a fitted process are arrays to type checkers.
+    lengthscale: ArrayLike = cast("ArrayLike", None)
     """In the units of x; a number, or one for each dimension."""
-    output_scale: ArrayLike = 1.0
+    output_scale: ArrayLike = cast("ArrayLike", None)
     """sigma_v, in the units of y."""
-    noise_scale: ArrayLike = 1.0
+    noise_scale: ArrayLike = cast("ArrayLike", None)
     """sigma_n, the standard deviation of the noise, in the units of y."""
+
+    def filled(self, lengthscale: ArrayLike, spread: ArrayLike) -> "Scales":
+        """Return the scales with values in place of None: of y `spread`, of its noise 0.3 times."""
+        values = lengthscale, spread, 0.3 * spread
+        return Scales(*(b if a is None else a for a, b in zip(self, values, strict=True)))
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +107,7 @@ class GaussianProcess:
     kernel: str | Kernel = dataclasses.field(default="gaussian", metadata=dict(static=True))
     """Kernel of `performer.kernels`, by name or as a value."""
     scales: Scales = Scales()  # noqa: RUF009 (immutable)
-    """Hyperparameters; `fit` starts from them."""
+    """Hyperparameters; `fit` starts from those that are given."""
     frequencies: Float[Array, "m d"] | None = None
     """Frequencies of the random features (`kernels.frequencies`); None for the exact kernel."""
     x: Num[ArrayLike, "n d"] | None = None
@@ -106,7 +115,8 @@ class GaussianProcess:
     y: Num[ArrayLike, " n"] | None = None
     """Training values."""
     losses: Float[Array, " steps"] | None = None
-    """Negative log marginal likelihood per point before each step of `fit`."""
+    """Negative log marginal likelihood per point before each step of `fit`; after convergence the
+    last one is repeated."""
 
     def fit(
         self,
@@ -114,42 +124,43 @@ class GaussianProcess:
         y: Num[ArrayLike, " n"],
         *,
         fixed: tuple[str, ...] = (),
+        num_starts: int = 1,
         num_steps: int = 1000,
-        optimizer: optax.GradientTransformation = optax.adam(1e-2),  # noqa: B008 (stateless)
+        optimizer: optax.GradientTransformation | None = None,
     ) -> "GaussianProcess":
         """Return the process given the data, its scales fitted by marginal likelihood.
 
         The descent is in the logarithms of the scales (VRC App. B.1), in the dtype of the data. It
-        warns if rounding errors exceed the fitted noise (outside `jit`): then use float64.
+        starts from the given scales, and where they are None from the spread of the data: the
+        standard deviation of x and the root mean square of y, 0.3 times that for the noise. Outside
+        `jit` it warns if it has not converged, and if rounding errors exceed the fitted noise.
 
         Args:
             x: training points (n, d).
             y: training values (n,).
             fixed: names of the scales to leave as they are, as ("lengthscale",).
-            num_steps: number of optimizer steps; 0 to leave all scales as they are.
-            optimizer: the paper's by default.
+            num_starts: number of descents, of which the best counts. All but the first start up to
+                20 times above or below.
+            num_steps: largest number of steps; 0 to leave all scales as they are.
+            optimizer: of optax; None: L-BFGS with a line search. The paper's is `optax.adam(1e-2)`.
 
         Raises:
             ValueError: for wrong shapes, entries that are not finite, no points, scales that are
                 not positive and finite or (except the lengthscale) not one number, an unknown name
-                in `fixed`, or a loss that is not finite (inside `jit` the scales are NaN then).
+                in `fixed` or one without a value, or a loss that is not finite (inside `jit` the
+                scales are NaN then).
         """
         x, y = finite_arrays(x=(x, "nd"), y=(y, "n"))
-        scales, losses = fit_scales(
+        is_exact, epsilon = self.frequencies is None, float(jnp.finfo(y.dtype).eps)
+        scales, descent = fit_scales(
             jax.random.key(0), _loss, [self.frequencies, x, y], (kernels.get(self.kernel),),
             self.scales, fixed=fixed, num_steps=num_steps, optimizer=optimizer,
+            lengthscale=_spread(x), num_starts=positive_integer("num_starts", num_starts),
+            least_noise=(epsilon * len(y)) ** 0.5 / 2 if is_exact else epsilon,
         )  # fmt: skip
-        if self.frequencies is None and num_steps:
-            *options, noise_scale = scales
-            ratio = _rounding(_gram(self.kernel, x, x, *options), noise_scale)
-            if ratio > 1:
-                warnings.warn(
-                    f"the rounding errors of the Gram matrix in {x.dtype} may be {ratio:.3g} times"
-                    " the variance of the fitted noise, and scales and losses as far off: fit in"
-                    " float64 (jax.enable_x64), or with a fixed, larger noise_scale",
-                    stacklevel=2,
-                )
-        return dataclasses.replace(self, scales=scales, x=x, y=y, losses=losses)
+        if not (num_steps and is_exact and _warned_of_rounding(self.kernel, x, scales)):
+            _descent.warn_if_steep(descent, stacklevel=2)
+        return dataclasses.replace(self, scales=scales, x=x, y=y, losses=descent.losses)
 
     def with_features(
         self, key: Key, num_features: int, coupling: str | Coupling = "pnc"
@@ -199,7 +210,7 @@ class GaussianProcess:
         else:
             inputs, new = finite_arrays(training_points=(self.x, "nd"), x=(x, "kd"))
             y = self.y
-        *options, noise_scale = self.scales
+        *options, noise_scale = scales = Scales(*(1.0 if s is None else s for s in self.scales))
         if self.frequencies is not None:
             phi, test_phi = (
                 _features(self.kernel, self.frequencies, a, *options) for a in (inputs, new)
@@ -207,7 +218,7 @@ class GaussianProcess:
             return condition_features(phi, test_phi, y, noise_scale)
         gram = _gram(self.kernel, inputs, inputs, *options)
         if gram.dtype == jnp.float32 and _rounding(gram, noise_scale) > 0.1:
-            data = (self.scales, inputs, y, new)
+            data = (scales, inputs, y, new)
             with jax.enable_x64(True):
                 scales, inputs, y, new = jax.tree.map(lambda a: np.asarray(a, np.float64), data)
                 precise = dataclasses.replace(self, scales=scales, x=inputs, y=y).predict(new)
@@ -224,7 +235,7 @@ class GaussianProcess:
         vectors, values, _ = jnp.linalg.svd(f.covariance)
         shape = positive_integer("num_samples", num_samples), len(f.mean)
         noise = jax.random.normal(key, shape, f.mean.dtype)
-        noise = noise * jnp.sqrt(values)
+        noise = noise * jnp.sqrt(values)[None]
         return f.mean[None] + jnp.matmul(noise, vectors.mT, precision="highest")
 
 
@@ -400,21 +411,27 @@ def fit_scales(
     *,
     fixed: tuple[str, ...],
     num_steps: int,
-    optimizer: optax.GradientTransformation,
-) -> tuple[Scales, Float[Array, " steps"]]:
+    optimizer: optax.GradientTransformation | None,
+    lengthscale: ArrayLike = 1.0,
+    num_starts: int = 1,
+    least_noise: float = 0.0,
+) -> tuple[Scales, _descent.Descent]:
     """Minimise a loss of the scales by descent in their logarithms, as one compiled program.
 
     Args:
-        key: random key, split into one for each step.
+        key: random key, split into one for each step of an optimizer.
         loss: (scales, key, data, *options) -> scalar.
         data: arrays; the last one has the values to fit, and its dtype is that of the scales.
         options: hashable.
         start: initial scales.
+        lengthscale: in place of None in `start`.
+        least_noise: least noise scale that L-BFGS reaches, relative to the size of y. Below it the
+            loss consists of rounding errors.
 
     The other arguments and the errors are those of `GaussianProcess.fit`.
 
     Returns:
-        The scales, and the loss before each step.
+        The scales, and the descent in their logarithms.
     """
     if not len(data[-1]):
         raise ValueError("there is nothing to fit: y is empty")
@@ -423,6 +440,10 @@ def fit_scales(
     for name in fixed:
         if name not in start._fields:
             raise ValueError(f"fixed={name!r} is none of {', '.join(start._fields)}")
+        if getattr(start, name) is None:
+            raise ValueError(f"fixed={name!r} has no value: give it, as Scales({name}=0.1)")
+    size = jnp.sqrt(jnp.mean(data[-1] ** 2))
+    start = start.filled(lengthscale, jnp.where(size > 0, size, 1))
     positive_number("output_scale", start.output_scale)
     positive_number("noise_scale", start.noise_scale)
     logs = {
@@ -430,24 +451,70 @@ def fit_scales(
         for name, value in start._asdict().items()
     }
     held = {name: logs.pop(name) for name in fixed}
-    scales, losses = _fit(key, loss, data, options, logs, held, num_steps, optimizer)
-    _descent.require_finite(losses)
-    return scales, losses
+    least = least_noise * size if num_steps and optimizer is None else 0.0
+    static = loss, options, num_steps, optimizer, num_starts
+    scales, descent = _fit(static, key, data, logs, held, least)
+    _descent.require_finite(descent.losses)
+    return scales, descent
 
 
-@partial(jax.jit, static_argnums=(1, 3, 6, 7))
-def _fit(key, loss, data, options, logs, held, num_steps, optimizer) -> tuple[Scales, Array]:
+@partial(jax.jit, static_argnums=0)
+def _fit(static: tuple, key, data, logs, held, least) -> tuple[Scales, _descent.Descent]:
+    loss, options, num_steps, optimizer, num_starts = static
+
     def scales(logs: dict[str, Array]) -> Scales:
-        return Scales(**jax.tree.map(jnp.exp, logs | held))
+        values = jax.tree.map(jnp.exp, logs | held)
+        if "noise_scale" in logs:
+            values["noise_scale"] = jnp.hypot(values["noise_scale"], least)
+        return Scales(**values)
 
-    logs, losses = _descent.minimize(
-        key,
-        lambda logs, key: loss(scales(logs), key, data, *options),
-        logs,
-        num_steps=num_steps,
-        optimizer=optimizer,
-    )
-    return scales(logs), losses
+    def of_scales(logs: dict[str, Array], key: Key = key) -> Array:
+        return loss(scales(logs), key, data, *options)
+
+    def descent(logs: dict[str, Array]) -> _descent.Descent:
+        if optimizer is None:
+            return _descent.smooth(of_scales, logs, num_steps=num_steps)
+        return _descent.stochastic(key, of_scales, logs, num_steps=num_steps, optimizer=optimizer)
+
+    if num_starts == 1:
+        found = descent(logs)
+    else:
+        found = jax.lax.map(descent, _starts(logs, num_starts))
+        best = jnp.nanargmin(found.losses[:, -1])
+        found = jax.tree.map(lambda a: a[best], found)
+    return scales(found.parameters), found
+
+
+def _starts(logs: dict[str, Array], count: int) -> dict[str, Array]:
+    """Return the given start, and others within a factor of 20, stacked."""
+    keys = jax.random.split(jax.random.key(0), len(logs))
+
+    def spread(key: Key, log: Array) -> Array:
+        moves = jax.random.uniform(key, (count - 1, *log.shape), log.dtype, -1, 1)
+        return log + np.log(20) * jnp.concatenate([jnp.zeros((1, *log.shape), log.dtype), moves])
+
+    return {name: spread(key, log) for key, (name, log) in zip(keys, logs.items(), strict=True)}
+
+
+def _spread(x: Array) -> Array:
+    """Return the standard deviation of points, the root of the sum over their dimensions."""
+    size = jnp.sqrt(jnp.sum(jnp.var(x, axis=0)))
+    return jnp.where(size > 0, size, 1)
+
+
+def _warned_of_rounding(kernel: str | Kernel, x: Array, scales: Scales) -> bool:
+    """Warn if the rounding errors of the Gram matrix exceed the fitted noise; return if so."""
+    *options, noise_scale = scales
+    ratio = _rounding(_gram(kernel, x, x, *options), noise_scale)
+    if ratio > 1:
+        wider = "in float64 (jax.enable_x64), or " * (x.dtype != jnp.float64)
+        warnings.warn(
+            f"the rounding errors of the Gram matrix in {x.dtype} may be {ratio:.3g} times the"
+            f" variance of the fitted noise, and scales and losses as far off: fit {wider}with a"
+            " fixed, larger noise_scale",
+            stacklevel=3,
+        )
+    return ratio > 1
 
 
 def _log_density(square: Array, log_det: Array, y: Array) -> Array:

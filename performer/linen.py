@@ -35,7 +35,8 @@ class PerformerAttention(linen.Module):
             with or without a decoding cache.
 
     Raises:
-        ValueError: for an unknown coupling or sizes that it does not admit, at `init`.
+        ValueError: for an unknown coupling or sizes that it does not admit, at `init`, or for
+            variables without the collection.
 
     Example:
         >>> layer = linen.MultiHeadDotProductAttention(12, attention_fn=PerformerAttention(128))
@@ -77,7 +78,14 @@ class PerformerAttention(linen.Module):
 
         frequencies = None
         if self.num_features:
-            frequencies = self.variable("frequencies", "frequencies", draw).value
+            name = "frequencies"
+            if not (self.has_variable(name, name) or self.is_mutable_collection(name)):
+                raise ValueError(
+                    "the variables have no collection 'frequencies': pass it to apply with the"
+                    ' parameters, as {"params": ..., "frequencies": variables["frequencies"],'
+                    ' "cache": ...}, and save it with them'
+                )
+            frequencies = self.variable(name, name, draw).value
         return performer_attention_fn(
             query,
             key,

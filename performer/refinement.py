@@ -97,7 +97,7 @@ class Sample(NamedTuple):
         before = jnp.cumsum(self.keys, axis=1, dtype=jnp.int32) - self.keys.astype(jnp.int32)
         if self.segments is not None:
             same = self.segments[:, :, None] == self.segments[:, None]
-            earlier = same & self.keys[:, None] & jnp.tri(same.shape[1], k=-1, dtype=bool)
+            earlier = jnp.tri(same.shape[1], k=-1, dtype=bool)[None] & same & self.keys[:, None]
             before = jnp.sum(earlier, axis=-1, dtype=jnp.int32)
             order = jnp.argsort(jnp.argsort(self.segments, stable=True))
             query = key = order.astype(jnp.int32)
@@ -310,7 +310,7 @@ def _rows(
     weights = jnp.sum(weights.reshape(b, heads, -1, s), axis=2)
     rank = jnp.argsort(jnp.argsort(-weights, axis=-1), axis=-1).astype(jnp.int32)
     is_heavy = jnp.repeat(rank < exact.keys, n // heads, axis=1)[:, :, None]
-    is_row = (jnp.arange(t, dtype=jnp.int32) < exact.rows)[:, None]
+    is_row = (jnp.arange(t, dtype=jnp.int32) < exact.rows)[None, None, :, None]
     near = sample.near(exact) | is_heavy | is_row
     logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
     logits = jnp.where(pairs, jnp.where(near, logits, log_kernel), -jnp.inf)

@@ -21,9 +21,9 @@ config.json is required, which names the network; an unknown network or argument
 model section of the config becomes the one of the weights, except for dropout, drop_path, dtype,
 remat and the initial values. Adapted are:
 
-    positions   resampled to config.data.image_size, bicubic, as the library of the file does it:
-                timm, google-research and DINOv2 with registers with antialiasing, the others of
-                transformers without
+    positions   resampled to config.data.image_size as the library of the file does it: bicubic with
+                antialiasing by timm and in DINOv2 with registers, bicubic without by the other
+                models of transformers, linear with aligned corners by google-research
     colours     mean and deviation become part of the patch embedding, so that pixels from -1 to 1
                 serve all; for grey pictures its colours are added up
     head        loaded for the same classes, sorted by name; with --match=number for as many
@@ -46,10 +46,10 @@ from vit.config import arguments, cli
 from vit.data.classes import Match, placeholders
 from vit.model import ViT
 from vit.run import buckets, devices, runs, safety
-from vit.weights import hub, transfer
+from vit.weights import hub, positions, transfer
 from vit.weights.encoder import Arrays, Encoder
 
-HEAD = ("head/kernel", "head/bias")
+HEAD = {"head/kernel", "head/bias"}
 OWN = ("blocks", "embed", "token", "position", "norm", "head")
 """First parts of the names of the transformer's parameters."""
 NO_HEAD = "(no head)"
@@ -66,7 +66,8 @@ def pretrained(
     """Make the run and return lines on what was read and what was not loaded.
 
     A head for other classes stays as initialised, and so does one that follows layers
-    which this model lacks (big_vision's `MAPHead_0`; `pre_logits`, if the config has none).
+    which this model lacks (`pre_logits`, if the config has none). A run without a config always has
+    the head of the file.
 
     Args:
         weights: the file, which is only read, or the name of a repository of the Hugging Face Hub.
@@ -77,7 +78,8 @@ def pretrained(
 
     Raises:
         ValueError: if the config cannot work, the workdir is not empty, the file cannot be read or
-            downloaded, or arrays do not fit the model (all are listed). There is no run then.
+            downloaded, arrays do not fit the model (all are listed), or without a config the head
+            follows layers that the ViT lacks. There is no run then.
         OSError: if the run cannot be written, as on a full disk.
     """
     buckets.check_local(weights, "--weights=")
@@ -92,7 +94,7 @@ def pretrained(
         named, lines = fitted(encoder, model, dataset, match)
         lines += resizing(encoder, new.data)
         report = [f"downloaded: {origin}"] * is_name + [*encoder.lines, *lines]
-        return [*report, *load(model, named, str(weights))]
+        return [*report, *load(model, named, str(weights), needs_head=config is None)]
 
 
 def of_encoder(config: configs.Config | None, encoder: Encoder) -> configs.Config:
@@ -105,6 +107,7 @@ def of_encoder(config: configs.Config | None, encoder: Encoder) -> configs.Confi
         config = configs.Config(
             attention=configs.Attention(kind="softmax"),
             data=configs.Data(name="", image_size=side, eval_resize=resize, eval_crop=crop),
+            model=configs.Model(pre_logits=True),  # False if the file has none
         )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **encoder.model))
 
@@ -147,10 +150,10 @@ def fitted(
     encoder: Encoder, model: ViT, dataset: data.Dataset, match: Match = "name"
 ) -> tuple[Arrays, list[str]]:
     """Return the arrays of an encoder for this grid, these colours and classes, and a report."""
-    named, antialias = dict(encoder.arrays), encoder.metadata.antialias
-    resample = partial(transfer.resampled, antialias=antialias)
+    named, how = dict(encoder.arrays), encoder.metadata.resample
+    resample = partial(positions.resampled, how=how)
     lines = transfer.fit_positions(named, {"position": model.position}, resample)
-    lines = [f"{line}, {'with' if antialias else 'without'} antialiasing" for line in lines]
+    lines = [f"{line}, {how}" for line in lines]
     if dataset.channels == 1 < named["embed/kernel"].shape[2]:
         named["embed/kernel"] = named["embed/kernel"].sum(axis=2, keepdims=True)
         lines += ["embed: its colours are added up for grey pictures"]
@@ -173,26 +176,37 @@ def fitted(
     return named, [*lines, *report]
 
 
-def load(model: ViT, named: Arrays, source: str) -> list[str]:
+def load(model: ViT, named: Arrays, source: str, *, needs_head: bool = False) -> list[str]:
     """Put the arrays into the model, and return a line on each that was not loaded.
 
     Args:
         model: is changed only if all arrays fit.
         named: by the names of our parameters, and others.
         source: name of the file in messages.
+        needs_head: if true, a head of the file that cannot be loaded is an error.
 
     Raises:
         ValueError: if parameters other than the head are missing or of another shape, or parts of
-            the transformer have no place in the model; all are listed.
+            the transformer have no place in the model; all are listed. Or the head is needed.
     """
     new = {name: x[...] for name, x in transfer.parameters(model).items()}
     fitting = {name: x for name, x in named.items() if name in new or name.split("/")[0] in OWN}
-    fresh = transfer.unfit(fitting, new, HEAD if len(fitting) < len(named) else ())
-    if fresh - {*HEAD} or fitting.keys() - new.keys():
+    strange = sorted(named.keys() - fitting.keys())
+    fresh = transfer.unfit(fitting, new, HEAD if strange else ())
+    if fresh - HEAD or fitting.keys() - new.keys():
         lines = "\n  ".join(transfer.differences(fitting, new, fresh, "here"))
         raise ValueError(f"{source} does not fit the model of the config:\n  {lines}")
+    if needs_head and strange and named.keys() & HEAD:
+        raise ValueError(
+            f"{source} has a head behind layers that this ViT lacks ({', '.join(strange)}): give"
+            " --config for a run with a new head"
+        )
     transfer.put(model, {name: named[name] for name in new if name not in fresh})
-    return transfer.differences(named, new, fresh, "new")
+    lines = transfer.differences(named, new, fresh, "new")
+    fits = all(named[name].shape == new[name].shape for name in HEAD & named.keys())
+    if "pre_logits/kernel" in strange and fits:
+        lines += ["head: new, for it follows pre_logits; --config.model.pre_logits=True keeps both"]
+    return lines
 
 
 def main(

@@ -1,7 +1,8 @@
 """Random queries and keys of one head, on which the attention error is measured.
 
-The squared norm is the mean over queries and keys. An entry of `DATA` is (squared_norm, seed,
-tokens=197) -> queries and keys (tokens, 1, 64).
+The squared norm is the mean of |q|^2 and of |k|^2; clustered queries have 0.8 of it, for they lack
+the mean of the keys. An entry of `DATA` is (squared_norm, seed, tokens=197) -> queries and keys
+(tokens, 1, 64).
 """
 
 import jax

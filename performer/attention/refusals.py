@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -92,6 +93,7 @@ def check_arrays(query: Any, key: Any, value: Any, frequencies: Any) -> None:
             f"frequencies={frequencies!r} is a name; draw them:"
             f" performer.couplings.get({frequencies!r})(jax.random.key(0), {m}, {h})"
         )
+    check_unsplit(key)
     if frequencies is None:
         return
     if not hasattr(frequencies, "dtype") or len(frequencies.shape) < 2:
@@ -106,6 +108,22 @@ def check_arrays(query: Any, key: Any, value: Any, frequencies: Any) -> None:
         raise ValueError(
             f"head_dim is {query.shape[-1]} and frequencies have shape {frequencies.shape}:"
             " head_dim and num_features must be at least 1"
+        )
+
+
+def check_unsplit(key: Array) -> None:
+    """Raise ValueError for keys whose tokens or width an explicit axis of a mesh splits."""
+    spec = jax.typeof(key).sharding.spec
+    if spec[-3] is not None:
+        raise ValueError(
+            f"the tokens of key are split over the axis {spec[-3]!r} of a mesh, which is Explicit:"
+            f" call the function in jax.shard_map, with axis_name={spec[-3]!r}, or make the axis"
+            " AxisType.Auto"
+        )
+    if spec[-1] is not None:
+        raise ValueError(
+            f"head_dim of key is split over the axis {spec[-1]!r} of a mesh, which is Explicit:"
+            " split batch or heads instead (jax.sharding.reshard)"
         )
 
 

@@ -206,7 +206,7 @@ def _sums(query: Split, key: Split, value, mask, links, sparse) -> tuple[Array, 
 
 
 def _dense(query: Split, key: Split, value: Array, mask: Array) -> tuple[Array, Array]:
-    mask = mask.astype(value.dtype)[..., None, :, :]  # (n or none, 1, t, s)
+    mask = mask.astype(value.dtype).reshape(-1, 1, *mask.shape[-2:])  # (n or 1, 1, t, s)
     highest = jax.lax.stop_gradient(jnp.max(key[0], axis=-2))  # (n, b, m)
     exponent = query[0] + highest[..., None, :]
     top = finite(jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True)))

@@ -226,4 +226,5 @@ def modulate(sampled: walks.Walks, kernel: kernels.Modulation) -> Features:
 def _weighed(sampled: walks.Walks, f: Array) -> Array:
     # The last one is for `FOREVER`.
     f = jnp.append(f, f.sum(-1, keepdims=True), axis=-1).astype(sampled.load.dtype)
-    return f[..., sampled.step] * sampled.load / sampled.num_walks
+    load = sampled.load.reshape(*[1] * (f.ndim - 1), -1)
+    return f[..., sampled.step] * load / sampled.num_walks

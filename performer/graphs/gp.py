@@ -29,6 +29,7 @@ from jax.core import Tracer
 from jax.scipy.sparse.linalg import cg
 from jaxtyping import Array, ArrayLike, Float, Int, Num
 
+from performer import _descent
 from performer.choices import finite_arrays, positive_integer, positive_number
 from performer.gp import Gaussian, Scales, fit_scales
 from performer.graphs import features, kernels, walks
@@ -199,11 +200,12 @@ def _solve(system: Any, right: Array, tolerance: Any) -> tuple[Array, Array]:
     """Return the solutions, and the largest relative residual."""
     size = jnp.max(jnp.abs(right), axis=0, initial=0)
     size = jnp.where(size > 0, size, 1)  # squares of small or large units leave float32
-    right = right / size
+    right = right / size[None]
     one = lambda b: cg(lambda x: system(x[:, None])[:, 0], b, tol=tolerance)[0]  # noqa: E731
     solution = jax.vmap(one, 1, 1)(right)
     residual = jnp.linalg.norm(system(solution) - right, axis=0)
-    return solution * size, jnp.max(residual / jnp.maximum(jnp.linalg.norm(right, axis=0), 1e-30))
+    relative = residual / jnp.maximum(jnp.linalg.norm(right, axis=0), 1e-30)
+    return solution * size[None], jnp.max(relative)
 
 
 def _converged(result: Any, residual: Array, tolerance: float) -> Any:
@@ -223,7 +225,7 @@ def fit(
     sampled: walks.Walks,
     observed: Int[ArrayLike, " n"],
     y: Num[ArrayLike, " n"],
-    start: Scales,
+    start: Scales = Scales(),  # noqa: B008 (immutable)
     *,
     kernel: Callable[[ArrayLike], kernels.Modulation] = kernels.Diffusion,
     fixed: tuple[str, ...] = (),
@@ -235,14 +237,16 @@ def fit(
     """Fit the scales that maximise the likelihood under the estimated kernel (VRC App. F.2).
 
     The descent is in the logarithms of the scales. The walks are drawn once (`features.sample`);
-    only their modulation changes.
+    only their modulation changes. Outside `jit` it warns if the gradient at the end, a mean over
+    the last tenth of the steps, is not small.
 
     Args:
         key: random key of the signs z.
         sampled: the walks.
         observed: nodes seen (n,); a node may occur more than once.
         y: values there (n,), of any real dtype.
-        start: initial lengthscale (the argument of `kernel`), output_scale and noise_scale.
+        start: initial lengthscale (the argument of `kernel`), output_scale and noise_scale; None
+            is 1, the root mean square of y, and 0.3 times that.
         kernel: lengthscale -> kernel.
         fixed: names of the scales to leave as they are, as ("lengthscale",).
         num_steps: number of optimizer steps.
@@ -260,12 +264,13 @@ def fit(
     """
     observed, y = _observations(sampled.num_nodes, observed, y)
     y = y.astype(jnp.promote_types(y.dtype, sampled.load.dtype))
-    positive_number("lengthscale", start.lengthscale)
-    scales, losses = fit_scales(
+    positive_number("lengthscale", 1.0 if start.lengthscale is None else start.lengthscale)
+    scales, descent = fit_scales(
         key, _loss, [sampled, observed, y], (kernel, num_probes, tolerance), start,
         fixed=fixed, num_steps=num_steps, optimizer=optimizer,
     )  # fmt: skip
-    return scales, 1 - 2 * losses
+    _descent.warn_if_steep(descent, stacklevel=2)
+    return scales, 1 - 2 * descent.losses
 
 
 def _loss(scales: Scales, key: Key, data: list[Any], kernel, num_probes, tolerance) -> Array:

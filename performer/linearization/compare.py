@@ -67,12 +67,12 @@ def agreement(values: Values, place: Place, setting: Setting) -> Agreement:
         keys = visible[:, -1] | jnp.any(diagonal > MASKED, axis=1)
     pairs = jnp.broadcast_to(keys[:, None], visible.shape)
     if "causal" in setting.kind:
-        pairs &= jnp.arange(s) <= rows[:, None]
+        pairs &= jnp.asarray(np.arange(s) <= rows[:, None])[None]
     same = (visible == pairs) | ~jnp.any(visible, axis=-1, keepdims=True)
     distance = jnp.abs(rows[:, None] - np.arange(s)).astype(bias.dtype)
     slopes = jnp.zeros(bias.shape[1]) if setting.slopes is None else setting.slopes
     slope = (scores(FILL).astype(bias.dtype) - bias) / FILL
-    scale = jnp.asarray(setting.scale, bias.dtype)[:, None, None]
+    scale = jnp.asarray(setting.scale, bias.dtype)[None, :, None, None]
     apart = jnp.where(allowed, jnp.abs(slope - scale), 0) > tolerance * jnp.abs(scale)
     return Agreement(
         mask=jnp.all(same) & jnp.all(allowed == visible[:, None]),

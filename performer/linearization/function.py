@@ -342,7 +342,7 @@ def _attended(values: Values, place: Place, setting: Setting, replacement: Repla
         sample, visible, bias, scale, _, affine = read(values, place)
         slopes, is_alibi = alibi_slopes(bias, bias > MASKED)
         if not place.scaled:
-            affine &= jnp.all(jnp.isnan(scale) | jnp.isclose(scale, replacement.scale, 0.01))
+            affine &= jnp.all(jnp.isnan(scale) | jnp.isclose(scale, replacement.scale[None], 0.01))
         if alibi is None:
             is_alibi &= jnp.allclose(slopes, 0, atol=1e-4)
         else:  # they may be parameters

@@ -136,7 +136,8 @@ def head_errors(sample: Sample, attention: Linear, is_causal: bool = False) -> H
     numbers = {name: above / below for name, (above, below) in sums.items()}
     # The standard error of a ratio of sums, from what each example adds to it.
     error, size = by_example["attention error"]
-    added = jnp.mean((error - numbers["attention error"] * size) / jnp.sum(size, axis=0), axis=1)
+    excess = error - numbers["attention error"][None] * size  # (b, n)
+    added = jnp.mean(excess / jnp.sum(size, axis=0, keepdims=True), axis=1)
     count = len(added)
     spread = jnp.sqrt(jnp.sum(added**2) * (count / (count - 1) if count > 1 else jnp.nan))
     numbers["standard error"] = jnp.full_like(numbers["attention error"], spread)

@@ -310,7 +310,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     exact = _is_softmax(place, logits, value, output)
     exact &= _is_softmax(place, others, value, values.output(place, fill))
     allowed = bias > MASKED
-    head_scales = jnp.nanmax(scale, axis=0)
+    head_scales = jnp.nanmax(scale, axis=0, keepdims=True)
     bends = [_bend(values, place, bias, scale, x) for x in (1, -1, 8)]
     slopes, alibi = alibi_slopes(bias, allowed)
     count = jnp.float32(sample.queries.size)
@@ -325,7 +325,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
         "count": count,
         "batches": jnp.float32(1),
         "slopes": slopes,
-        "scale": jnp.nan_to_num(head_scales),
+        "scale": jnp.nan_to_num(head_scales[0]),
         "affine": affine & (jnp.max(jnp.stack(bends)) <= 0.01 * jnp.nanmax(jnp.abs(head_scales))),
         "same heads": jnp.all(allowed == visible[:, None]),
         "alibi": alibi,
@@ -376,7 +376,7 @@ def alibi_slopes(bias: Array, allowed: Array) -> tuple[Float[Array, " n"], Bool[
     slopes, distance = jnp.zeros(bias.shape[1], bias.dtype), jnp.zeros((t, s), bias.dtype)
     level = jnp.where(allowed, bias, 0)
     if t == s > 1:
-        distance = jnp.abs(jnp.arange(t)[:, None] - jnp.arange(t)).astype(bias.dtype)
+        distance = jnp.abs(jnp.arange(t)[:, None] - jnp.arange(t)[None]).astype(bias.dtype)
         here, before = (jnp.diagonal(x[..., 1:, :], y, -2, -1) for x, y in ((level, 1), (level, 0)))
         below = allowed[..., 1:, :]
         both = jnp.diagonal(below, 1, -2, -1) & jnp.diagonal(below, 0, -2, -1)
@@ -388,7 +388,7 @@ def alibi_slopes(bias: Array, allowed: Array) -> tuple[Float[Array, " n"], Bool[
 def flat(bias: Array, allowed: Array, slopes: Array, distance: Array) -> Bool[Array, ""]:
     """True if the bias is -slope distance plus a constant for each row."""
     level = jnp.where(allowed, bias, 0)
-    rest = level + slopes[:, None, None] * distance
+    rest = level + (slopes[:, None, None] * distance[None])[None]
     high = jnp.max(jnp.where(allowed, rest, -jnp.inf), axis=-1)
     low = jnp.min(jnp.where(allowed, rest, jnp.inf), axis=-1)
     spread = jnp.max(jnp.where(high >= low, high - low, 0), initial=0)
@@ -403,7 +403,7 @@ def fits(visible: Bool[Array, "b t s"], kind: str) -> Bool[Array, ""]:
     queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
     pairs = jnp.broadcast_to(keys[:, None], visible.shape)
     if "causal" in kind:
-        pairs &= jnp.tri(t, s, dtype=bool)
+        pairs &= jnp.tri(t, s, dtype=bool)[None]
     if "segments" in kind:
         segments = jnp.argmax(visible, axis=-1)
         pairs &= segments[:, :, None] == segments[:, None]

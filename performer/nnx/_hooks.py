@@ -171,7 +171,8 @@ def call_of(query, key, bias=None, mask=None, is_causal=False, scale=None, **opt
         mask = mask.reshape(*[1] * (3 - mask.ndim), *mask.shape)
     lengths = options.get("key_value_seq_lengths")
     if lengths is not None:
-        exists = jnp.arange(key.shape[-3]) < jnp.asarray(lengths)[..., None]
+        lengths = jnp.asarray(lengths)[..., None]
+        exists = jnp.arange(key.shape[-3]).reshape(*[1] * (lengths.ndim - 1), -1) < lengths
         exists = exists[..., None, None, :]
         mask = exists if mask is None else mask & exists
     return Call(query, mask, bool(is_causal), " and ".join(refused))

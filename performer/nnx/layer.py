@@ -40,6 +40,9 @@ class PerformerAttention(nnx.Module):
     of their own. With the stream named, as below, the parameters do not depend on the coupling.
     Call `redraw` in the training step for new draws; evaluation never changes them.
 
+    Save `nnx.state(model)`, not `nnx.state(model, nnx.Param)`: the second lacks the frequencies and
+    the running moments. A model that is rebuilt from it draws others, and its output differs.
+
     With a `calibration` the layer measures queries and keys as batch normalisation does. In
     training mode a call uses the calibration of earlier calls, then updates the running moments and
     with them the calibration. In evaluation mode (`model.eval()`, or `nnx.view` with

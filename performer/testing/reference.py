@@ -218,7 +218,8 @@ def _pairs(tokens, kind, key_options, pair_options):
     if log_weights is not None:
         given = np.asarray(log_weights).astype(np.float64)
         given = given if given.ndim > len(lead) + 1 else given[..., None]
-        key_bias = key_bias + np.broadcast_to(given, (*lead, s, given.shape[-1])).reshape(b, s, -1)
+        heads = given.shape[-1]
+        key_bias = key_bias + np.broadcast_to(given, (*lead, s, heads)).reshape(b, s, heads)
     key_bias = np.where(exists[..., None], key_bias, -np.inf)
     if is_causal:  # keys after the last query, which no query sees: not in a maximum either
         key_bias[:, t:] = -np.inf

@@ -271,3 +271,12 @@ def test_masks_with_an_axis_of_heads():
 def test_the_search_for_infinities_reports_no_mask(options):
     with jax.debug_infs(True):
         performer_attention(*inputs(t=5, s=5), **{k: np.asarray(x) for k, x in options.items()})
+
+
+def test_the_reference_takes_weights_of_no_keys():
+    """The oracle of calls without keys, whose output is 0."""
+    query, key = np.ones((2, 3, 4, 8)), np.ones((2, 0, 2, 8))
+    for shape in ((2, 0, 2), (2, 0, 1), (2, 0)):
+        weights = np.zeros(shape, np.float32)
+        output = reference_attention(query, key, key, np.ones((6, 8)), key_log_weights=weights)
+        np.testing.assert_array_equal(output, np.zeros(query.shape))

@@ -66,6 +66,22 @@ def test_split_over_devices(name, eight_devices):
     assert Counter(re.findall(r"stablehlo\.(all_\w+|collective_\w+)", text)) == exchanges
 
 
+def test_an_explicit_axis_over_the_tokens_needs_shard_map(eight_devices):
+    """JAX's own error comes from the depth; a query may be split so."""
+    mesh = jax.make_mesh((8,), ("seq",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        whole = jnp.ones((1, 8, 2, 8))
+        split = {axis: jax.reshard(whole, PartitionSpec(*[None] * axis, "seq")) for axis in (1, 3)}
+        attend = partial(performer_attention, value=whole, frequencies=jnp.ones((4, 8)))
+        for call in (attend, jax.jit(attend)):
+            message = "the tokens of key are split over the axis 'seq' .* with axis_name='seq'"
+            with pytest.raises(ValueError, match=message):
+                call(whole, split[1])
+        with pytest.raises(ValueError, match="head_dim of key is split over the axis 'seq'"):
+            attend(split[3], split[3])
+        assert jax.eval_shape(attend, split[1], whole).shape == whole.shape
+
+
 def test_what_all_devices_have_leaves_as_one(eight_devices):
     """Without causality the state of a split sequence, and outputs of shared queries."""
     query, key, value, frequencies = inputs(t=3, s=16)

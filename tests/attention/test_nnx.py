@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from pathlib import Path
 
 import chex
 import jax
@@ -292,6 +293,17 @@ def test_a_mask_that_is_added_to_logits_is_refused():
     for mask in (added, jnp.broadcast_to(added, (2, 1, 5, 5))):
         with pytest.raises(ValueError, match="key_log_weights|honours masks over keys only"):
             attention(*tokens, mask=mask)
+
+
+def test_parameters_alone_are_no_model():
+    """The docstring and the FAQ say what to save."""
+    state, params = nnx.state(layer()), nnx.state(layer(), nnx.Param)
+    names = [
+        {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(x)} for x in (state, params)
+    ]
+    assert names[0] - names[1] >= {"attention_fn/frequencies"}
+    for text in (PerformerAttention.__doc__, Path("docs/faq.md").read_text()):
+        assert "nnx.state(model, nnx.Param)" in text
 
 
 def test_the_layer_is_named_where_people_look():

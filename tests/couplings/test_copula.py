@@ -1,5 +1,7 @@
 """Copulas of the lengths: the family, its limits PNC and PM, and what learning makes of it."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 from scipy import stats
 
-from performer import copula, couplings, features, testing, theory
+from performer import _descent, copula, couplings, features, testing, theory
 
 D = 4
 THETA = jax.random.normal(jax.random.key(0), (D * (D - 1) // 2,))
@@ -104,6 +106,23 @@ def test_expresses(name, limit):
     assert abs(of_orf - want) > 20 * error
 
 
+def test_losses_that_still_fall_warn():
+    """The figure is the slope of the last ten losses, over five steps; noise is no fall."""
+    x = jax.random.normal(jax.random.key(4), (8, D)) / D**0.5
+    options = dict(num_features=D, num_draws=1000, num_steps=20)
+    rate = optax.adam(0.1)
+    with pytest.warns(UserWarning, match="the loss still falls: by") as told:
+        _, losses = copula.learn(
+            jax.random.key(6), copula.kernel_rmse(x), THETA, optimizer=rate, **options
+        )
+    line = stats.linregress(np.arange(10), np.asarray(losses[-10:], np.float64))
+    figure = f"by {-5 * line.slope:.3g} ± {5 * line.stderr:.2g} over the last 5 of 20 steps"
+    assert figure in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _descent.warn_if_falling(jax.random.normal(jax.random.key(0), (200,)), 1)
+
+
 @pytest.mark.thorough
 def test_learning_recovers_pnc_from_a_random_start():
     """VRC Fig. 6: at most 2% above PNC's error, where independent lengths are 15% above."""
@@ -127,6 +146,6 @@ def test_learning_recovers_pnc_from_a_random_start():
         num_steps=300,
         optimizer=optax.adam(0.1),
     )
-    assert losses.shape == (300,)
+    assert losses.shape == (300,)  # and no warning
     assert of(couplings.get("orf")) > 1.1 * of(couplings.get("pnc"))
     assert of(copula.orthogonal(theta)) < 1.02 * of(couplings.get("pnc"))

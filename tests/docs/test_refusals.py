@@ -79,6 +79,9 @@ def of_analysis():
         (call(transfer, steps=0), "steps must be a positive integer, got 0"),
         (call(moments, Q, K, scale=-1.0), "scale must be positive and finite, got -1.0"),
         (call(calibrated, method="fulll"), "unknown calibration 'fulll'; did you mean 'full'"),
+        (call(raw(calibration.parts), None), "method=None: must be a text, such as 'full' or 'no"),
+        (call(moments, Q[:, :2], K, mask=ones(2, 12)), r"\(2, 12\); exp.* padding pass valid\["),
+        (call(calibrated, mask=ones(3, 10, 12)), r"\(3, 10, 12\); expected one that broadcasts"),
         (call(calibrated, method="shift+tilt+proposal"), "use one of tilt, traceless, proposal"),
         (call(attend, calibration=fitted._replace(mean=ones(4)), stabilizer="google"), "='exact'"),
         (

@@ -2,12 +2,14 @@
 
 import functools
 import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scipy import optimize
 
 from performer.graphs import features, gp, graph_random_features, kernels
 from tests.support.graph_examples import karate
@@ -108,6 +110,36 @@ def test_fit_takes_whole_values_and_nodes_seen_twice():
     assert np.log(found.noise_scale / 0.5) == pytest.approx(-slope, rel=0.1)
     square = y @ np.linalg.solve(gram + 0.25 * np.eye(68), y)
     np.testing.assert_allclose(losses, [square / 68], rtol=1e-3)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1e5])
+def test_fit_starts_from_the_spread_of_the_values(unit):
+    """Against SciPy on the dense form of the same estimate, up to the noise of the signs."""
+    sampled = features.sample(jax.random.key(2), karate(), num_walks=4, p_halt=0.3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scales, _ = gp.fit(
+            jax.random.key(3), sampled, OBSERVED, unit * Y, num_steps=300, num_probes=16,
+            optimizer=optax.adam(0.03),
+        )  # fmt: skip
+
+    def loss(logs):
+        kernel = kernels.Diffusion(float(np.exp(logs[0])))
+        phi = np.asarray(features.modulate(sampled, kernel).to_dense(), np.float64)[:28]
+        covariance = np.exp(2 * logs[1]) * phi @ phi.T + np.exp(2 * logs[2]) * np.eye(28)
+        square = np.asarray(Y) @ np.linalg.solve(covariance, np.asarray(Y))
+        return (square + np.linalg.slogdet(covariance)[1]) / 2 / 28
+
+    found = np.log([float(each) for each in scales]) - np.log([1, unit, unit])
+    best = optimize.minimize(loss, found, method="Nelder-Mead")
+    assert loss(found) < best.fun + 5e-3
+
+
+def test_a_fit_of_few_steps_warns():
+    sampled = features.sample(jax.random.key(2), karate(), num_walks=4, p_halt=0.3)
+    message = "after 20 steps the loss per point still changes by .* per unit of log"
+    with pytest.warns(UserWarning, match=message):
+        gp.fit(jax.random.key(3), sampled, OBSERVED, Y, gp.Scales(1.0, 20.0, 20.0), num_steps=20)
 
 
 def test_empty_lists_observe_nothing():

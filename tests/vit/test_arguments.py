@@ -1,6 +1,8 @@
 """The command line: what --help says, what a flag is called elsewhere, configs by name."""
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from absl import flags
@@ -87,6 +89,38 @@ def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
     assert config.bundled("places365").data.name == "places365"
     (tmp_path / "digits").write_text("def get_config():\n    return int('own')")
     assert "invalid literal for int() with base 10: 'own'" in message("--config=digits")
+
+
+def test_a_field_needs_a_config():
+    argv, values = program("--config.optim.learning_rate=1")
+    arguments.parse_flags(argv, values)
+    with pytest.raises(ValueError, match="optim.learning_rate is a field of a config: give --conf"):
+        arguments.chosen_config(values)
+
+
+def test_a_quick_trial_leaves_given_flags_alone():
+    """And writes into a folder of its own."""
+
+    def main(draws: int = 50, sizes: Sequence[int] = (), out: Path = Path("results/x")) -> None:
+        """Args:
+        draws: of them.
+        sizes: of them.
+        """
+
+    quick = {"draws": 3, "sizes": (16,)}
+
+    def given(*words):
+        values = flags.FlagValues()
+        parameters = arguments.define(main, quick, values)
+        arguments.parse_flags(["program", *words], values)
+        return arguments.given(parameters, (), quick, values)[1]
+
+    whole = {"draws": 50, "sizes": (), "out": Path("results/x")}
+    assert given() == whole
+    assert given("--quick") == {"draws": 3, "sizes": (16,), "out": Path("results/x/quick")}
+    assert given("--quick", "--draws=50", "--out=y") == {
+        **{"draws": 50, "sizes": (16,), "out": Path("y/quick")}
+    }
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -47,6 +48,20 @@ def test_address():
     assert {type(path) for path in [*relatives, RUN / "a"]} == {buckets.Address}
     assert buckets.Address("gs:/bucket/run") == RUN
     assert hash(buckets.Address(RUN)) == hash(RUN)
+
+
+def test_nothing_of_an_address_is_on_the_local_disk(tmp_path, monkeypatch):
+    """Methods of `Path` are those of text, ours, or refused, in any version of Python."""
+    of_disk = {name for name in vars(Path) | vars(pathlib.PosixPath) if name[0] != "_"}
+    of_disk -= {*dir(pathlib.PurePath), "cwd", "home", "expanduser", "from_uri", "info"}
+    assert of_disk <= vars(buckets.Address).keys()
+    monkeypatch.chdir(tmp_path)
+    for name in buckets.LOCAL:
+        with pytest.raises(OSError, match=rf"^gs://bucket/run: a bucket has no {name}\(\)"):
+            getattr(RUN, name)()
+    with pytest.raises(OSError, match="an object can be read or written, not 'a'"):
+        RUN.open("a")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_a_path(monkeypatch):
@@ -154,6 +169,12 @@ def test_files(bucket):
     assert folder.is_dir()
     assert [path.is_file() for path in folder.iterdir()] == [True, True]
     assert list(folder.glob("*.json")) == [folder / "a.json"]
+    with (folder / "log").open("w") as file:
+        file.write("é")
+    assert (folder / "log").read_text() == (folder / "log").open().read() == "é"
+    (folder / "log").write_text("ö")
+    assert (folder / "log").open("rb").read() == "ö".encode()
+    assert not Path("gs:").exists()
     (folder / "log").unlink()
     assert list(folder.iterdir()) == [folder / "a.json"]
     with pytest.raises(ValueError, match="is not empty; choose another --out"):

@@ -37,6 +37,18 @@ def saved(tmp_path_factory):
     return workdir
 
 
+def test_a_checkpoint_of_parameters_alone_is_named(tmp_path):
+    """As Flax's recipe makes it, nnx.state(model, nnx.Param)."""
+    parameters = {"kernel": jnp.ones(3)}
+    with checkpoint.open_checkpoints(tmp_path) as checkpoints:
+        checkpoint.save(checkpoints, 1, parameters)
+    whole = parameters | {"attention_fn": {"frequencies": jnp.ones((4, 2))}}
+    with pytest.raises(ValueError, match="lacks the frequencies of attention, 1 arrays such as .*"):
+        checkpoint.restore(tmp_path, whole)
+    with pytest.raises(ValueError, match="cannot be read .(?!it lacks)"):
+        checkpoint.restore(tmp_path, parameters | {"bias": jnp.ones(3)})
+
+
 @pytest.mark.parametrize("name", ["a[1] *?é", "a\\b", "gs:", "a\nb", "\udcff", "x" * 250])
 def test_any_name_of_a_folder_works(tmp_path, monkeypatch, name):
     """Nothing is written elsewhere but a link; it is made again when temporary files are gone."""

@@ -28,6 +28,18 @@ FOREIGN = [
     *('{"modell": {}}', '{"model": {"widths": 3}}', '{"model": null}', '{"model": 3}'),
     *('{"seed": "0"}', '{"seed": 1.0}', '{"seed": true}', '{"seed": {}}', '{"num_epochs": "inf"}'),
     *('{"data": {"flip": 1}}', '{"data": {"name": ["digits"]}}'),
+    *('{"seed": 1, "seed": 2}', '{"model": {"depth": 2, "depth": 2}}'),
+    *(
+        json.dumps({"attention": {name: value}})
+        for name, value in (
+            *(
+                ("sizes", x)
+                for x in ("64+16+1", "1+1+1," * 3, ",".join(["1+1+1"] * 13), "1+1", "x")
+            ),
+            *(("exact_layers", x) for x in ("-1", "12", "1,0", "1,1", "a")),
+            *(("transferred", x) for x in ("False", "", 1)),
+        )
+    ),
     *("{", "[1]", '{"model":' * 100_000, "\ud83d"),
 ]
 
@@ -48,7 +60,8 @@ def test_a_config_of_an_earlier_version_loads(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     want = config.with_values(small_config(), {"attention.implementation": "blocked"})
     assert config.load(tmp_path / "config.json") == want
-    own = {"sizes": "64+16+1,8+0", "exact_layers": "1", "transferred": True, "exact_rows": 2}
+    sizes = ",".join(["64+16+1", "8+0+2", *["8+0+0"] * 10])
+    own = {"sizes": sizes, "exact_layers": "1", "transferred": True}
     (tmp_path / "config.json").write_text(json.dumps({"attention": own}))
     blocks = config.load(tmp_path / "config.json").attention.blocks
     first = config.Block(num_features=64, exact_keys=16, exact_rows=1, transferred=True)
@@ -128,6 +141,30 @@ REFUSED = [
         {"seq": 2, "attention.exact_window": 2},
         r"config.seq \(2\) must be 1 with config.attention.exact_window \(2\)",
     ),
+    ({"model.dropout": 1.0}, "model.dropout=1.0: must be a number from 0 to below 1"),
+    (
+        {"seq": 2, "attention.blocks": (*[config.Block()] * 3, config.Block(exact_window=2))},
+        r"config.seq \(2\) must be 1 with config.attention.exact_window",
+    ),
+    (
+        {"checkpoint_every": 2, "keep_every": 3},
+        r"keep_every \(3\) must be a multiple of config.checkpoint_every \(2\)",
+    ),
+    (
+        {"model.position": "sincos", "model.width": 66, "model.num_heads": 3},
+        r"width \(66\) must be divisible by 4 for config.model.position \('sincos'\)",
+    ),
+    (
+        {"attention.blocks": (*[config.Block()] * 3, config.Block(calibration="ful"))},
+        "attention.blocks=.*: unknown calibration 'ful'; did you mean 'full'",
+    ),
+    (
+        {
+            "attention.coupling": "pm-antithetic",
+            "attention.blocks": (*[config.Block()] * 3, config.Block(num_features=7)),
+        },
+        "attention.blocks=.*: .*even number of features, got m = 7",
+    ),
     ({"optim.clip_norm": float("nan")}, "config.optim.clip_norm=nan: must be "),
     ({"log_every": 2}, r"config.eval_every \(3\) must be a multiple of config.log_every \(2\)"),
 ]
@@ -167,6 +204,28 @@ def test_a_config_file_with_values_of_another_type(tmp_path):
     )
     config.validate(parsed(path))
     assert parsed(path, "--config.num_epochs=5").num_epochs == 5
+
+
+def test_a_config_file_changes_nothing_else(tmp_path, monkeypatch):
+    """A variant would mean another model elsewhere; a command would end without a word."""
+    path = tmp_path / "odd.py"
+    given = "import sys\nfrom tests.support.small import small_config\n"
+    for body, message in {
+        "sys.exit(0)": r"odd.py ends the program: sys.exit\(0\)",
+        "sys.exit()": r"odd.py ends the program: sys.exit\(None\)",
+        "get_config = lambda: sys.exit(0)": r"ends the program: sys.exit\(0\)",
+        "from vit.config import SIZES\nSIZES['B'] = SIZES['S']\nget_config = small_config": (
+            "changes vit.config.SIZES.*: set config.model.width, depth"
+        ),
+        "get_config = lambda a: small_config()": "required argument: 'a'; give .*odd.py:ARGUMENT",
+    }.items():
+        path.write_text(f"{given}{body}\n")
+        with pytest.raises(SystemExit, match=message) as error:
+            parsed(path)
+        assert isinstance(error.value.code, str)
+    assert config.SIZES["B"].width == 768
+    with pytest.raises(SystemExit, match="digits:x gives .*too many .*; give --config=digits"):
+        parsed("digits:x")
 
 
 def test_a_config_file_with_a_misspelled_name(tmp_path):

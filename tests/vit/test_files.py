@@ -45,6 +45,16 @@ def test_a_full_disk_names_the_file_which_stays_as_it_was(tmp_path, monkeypatch)
         raise OSError("no number")
 
 
+def test_a_lock_follows_no_link(tmp_path):
+    """It would empty the file that the link names."""
+    target = tmp_path / "thesis.tex"
+    target.write_text("years of work")
+    (tmp_path / "lock").symlink_to(target)
+    with pytest.raises(OSError, match="lock"), files.alone(tmp_path / "lock"):
+        pass
+    assert target.read_text() == "years of work"
+
+
 HOLD = """
 import sys, time
 from pathlib import Path

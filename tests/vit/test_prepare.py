@@ -11,7 +11,7 @@ from PIL import Image
 
 import vit.prepare
 from tests.vit.test_sources import write_idx, write_ilsvrc2012
-from vit import config, data
+from vit import config, data, train
 from vit.data.sources.words import Words
 from vit.prepare import VERSION, encode, prepare
 
@@ -47,7 +47,8 @@ def write_folders(source):
             folder = source / split / name
             folder.mkdir(parents=True)
             for i in range(n):
-                (folder / f"{i}.jpg").write_bytes(picture(seed=10 * number + i))
+                seed = 100 * (split == "val") + 10 * number + i
+                (folder / f"{i}.jpg").write_bytes(picture(seed=seed))
     (source / "train" / "cat" / "notes.txt").write_text("no image")
 
 
@@ -314,3 +315,27 @@ def test_data_sets_that_are_not_what_they_say(pets):
     for split in ("trainn", "", "train+trainn", "[:3]"):
         refused(rf"eval_split='{re.escape(split)}' is no split of 'pets'.*; choices: train,", split)
     assert len(load(out, "pets", "train[:2]+validation").evaluation) == 6
+
+
+@pytest.mark.parametrize(
+    ("trained", "evaluated", "shared"),
+    [
+        ("train[:90%]", "train[50%:]", 2),
+        ("train+validation", "validation", 4),
+        ("train", "train[2:3]", 1),
+        ("train[:2]+validation[:1]", "validation[1:]+train[2:]", 0),
+    ],
+)
+def test_training_and_evaluation_have_no_records_in_common(pets, trained, evaluated, shared):
+    """By the records themselves; the pictures are all different."""
+    section = config.Data(
+        name="pets", dir=str(pets[0]), batch_size=2, train_split=trained, eval_split=evaluated
+    )
+    dataset = data.load(section)
+    assert len(rows(dataset.train) & rows(dataset.evaluation)) == dataset.shared == shared
+    if shared:
+        workdir = pets[0] / "run"
+        message = rf"eval_split='{re.escape(evaluated)}' have {shared} records in common"
+        with pytest.raises(ValueError, match=message):
+            train.train(config.Config(model=config.Model("XS/4"), data=section), workdir)
+        assert not workdir.exists()

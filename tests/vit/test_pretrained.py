@@ -3,13 +3,16 @@
 That the network is the same function is tested against PyTorch in `test_published.py`.
 """
 
+import dataclasses
 import itertools
 import zipfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from scipy import ndimage, special
 
 from tests.support.small import TINY, sized, small_config
 from tests.support.tiers import tiers
@@ -46,7 +49,7 @@ def weights(pooling="token", layout="augreg", classes=CLASSES, depth=DEPTH):
     def draw(*shape):
         return rng.normal(0, 0.5, shape).astype(np.float32)
 
-    token = pooling == "token"
+    token = pooling.startswith("token")
     arrays = {"embedding/kernel": draw(PATCH, PATCH, 1, WIDTH), "embedding/bias": draw(WIDTH)}
     if token:
         arrays["cls"] = draw(1, 1, WIDTH)
@@ -65,6 +68,13 @@ def weights(pooling="token", layout="augreg", classes=CLASSES, depth=DEPTH):
             arrays[f"{block}/{name}/kernel"] = draw(*shape)
             bias = shape[1:] if len(shape) < 3 or shape[0] == WIDTH else shape[2:]
             arrays[f"{block}/{name}/bias"] = draw(*bias)
+    if pooling == "attention":
+        block = "Transformer/encoderblock_0"
+        pool = [name for name in arrays if block in name and "LayerNorm_1" not in name]
+        arrays |= {name.replace(block, "MAPHead_0"): arrays[name] + 0.1 for name in pool}
+        arrays["MAPHead_0/probe"] = draw(1, 1, WIDTH)
+    if pooling == "token, pre_logits":
+        arrays |= {"pre_logits/kernel": draw(WIDTH, WIDTH), "pre_logits/bias": draw(WIDTH)}
     arrays["Transformer/encoder_norm/scale"] = 1 + draw(WIDTH)
     arrays["Transformer/encoder_norm/bias"] = draw(WIDTH)
     return arrays | {"head/kernel": draw(WIDTH, classes), "head/bias": draw(classes)}
@@ -137,6 +147,98 @@ def test_the_arrays_are_those_of_the_file(file, pooling, layout):
         np.testing.assert_allclose(got[name], x, rtol=1e-6, err_msg=name)
 
 
+def by_hand(arrays, pooling, layout, images):
+    """Logits as the library of the file computes them, in float64, by the names of the file."""
+    arrays = {name: x.astype(np.float64) for name, x in arrays.items()}
+    norms, attention, mlp = parts(layout)
+
+    def dense(x, name):
+        return x @ arrays[f"{name}/kernel"] + arrays[f"{name}/bias"]
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+        return x * arrays[f"{name}/scale"] + arrays[f"{name}/bias"]
+
+    def attend(x, y, name):
+        def heads(z, part):
+            kernel, bias = (arrays[f"{name}/{part}/{leaf}"] for leaf in ("kernel", "bias"))
+            return np.einsum("bsw,whd->bhsd", z, kernel) + bias[:, None]
+
+        logits = heads(x, "query") @ heads(y, "key").swapaxes(2, 3) / np.sqrt(WIDTH // HEADS)
+        rows = special.softmax(logits, axis=-1) @ heads(y, "value")
+        out = np.einsum("bhsd,hdw->bsw", rows, arrays[f"{name}/out/kernel"])
+        return out + arrays[f"{name}/out/bias"]
+
+    def perceptron(x, name):
+        x = dense(x, f"{name}/Dense_0")
+        x = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return dense(x, f"{name}/Dense_1")
+
+    b, side = len(images), images.shape[1] // PATCH
+    pixels = (images / 127.5 - 1).reshape(b, side, PATCH, side, PATCH, 1)
+    x = np.einsum("byixjc,ijcw->byxw", pixels, arrays["embedding/kernel"])
+    x = x.reshape(b, side**2, WIDTH) + arrays["embedding/bias"]
+    position = next(p[0] for name, p in arrays.items() if name.endswith("pos_embedding"))
+    grid = position[-(GRID**2) :].reshape(GRID, GRID, WIDTH)
+    grid = ndimage.zoom(grid, (side / GRID, side / GRID, 1), order=1)
+    x = x + grid.reshape(side**2, WIDTH)
+    if "cls" in arrays:
+        token = arrays["cls"] + (position[0] if layout == "augreg" else 0)
+        x = np.concatenate([np.tile(token, (b, 1, 1)), x], axis=1)
+    for i in range(DEPTH):
+        block = f"Transformer/encoderblock_{i}"
+        normed = norm(x, f"{block}/{norms[0]}")
+        x = x + attend(normed, normed, f"{block}/{attention}")
+        x = x + perceptron(norm(x, f"{block}/{norms[1]}"), f"{block}/{mlp}")
+    x = norm(x, "Transformer/encoder_norm")
+    if pooling == "attention":
+        y = attend(np.tile(arrays["MAPHead_0/probe"], (b, 1, 1)), x, f"MAPHead_0/{attention}")
+        x = y + perceptron(norm(y, "MAPHead_0/LayerNorm_0"), f"MAPHead_0/{mlp}")
+    x = x.mean(axis=1) if pooling == "mean" else x[:, 0]
+    if "pre_logits/kernel" in arrays:
+        x = np.tanh(dense(x, "pre_logits"))
+    return dense(x, "head")
+
+
+FORMS = [
+    ("token", "augreg"),
+    ("token, pre_logits", "augreg"),
+    *((pooling, "big_vision") for pooling in ("token", "mean", "attention")),
+]
+
+
+@pytest.mark.parametrize(("side", "form"), tiers(itertools.product((5, GRID), FORMS), 6))
+def test_the_function_is_that_of_the_library(file, form, side):
+    """A run without a config, at a size whose positions are resampled and at the file's own."""
+    arrays = weights(*form)
+    images = np.random.default_rng(1).integers(0, 256, (3, *[side * PATCH] * 2, 1))
+    encoder = published.read(file(arrays))
+    options = pretrained.of_encoder(None, encoder)
+    options = dataclasses.replace(options, data=config.Data(image_size=side * PATCH))
+    model = ViT(options, num_classes=CLASSES, channels=1, rngs=random_streams(0))
+    dataset = data.Dataset((), (), tuple(map(str, range(CLASSES))), 1)
+    named, lines = pretrained.fitted(encoder, model, dataset)
+    pretrained.load(model, named, "file", needs_head=True)
+    told = f"position: resampled from 2 x 2 to {side} x {side} patches, linear with aligned corners"
+    assert lines == [told] * (side != GRID)
+    got = nnx.jit(lambda model, x: model(x)[0])(model, jnp.asarray(images, jnp.uint8))
+    want = by_hand(arrays, *form, images)
+    assert abs(got - want).max() < 1e-5 * abs(want).max()
+
+
+def test_a_run_without_data_never_loses_the_head_of_its_file(file, tmp_path):
+    """Its logits would all be 0."""
+    strange = weights() | {"expander/kernel": np.eye(WIDTH)}
+    message = r"a head behind layers that this ViT lacks \(expander/kernel\): give --config"
+    with pytest.raises(ValueError, match=message):
+        pretrained.pretrained(file(strange), None, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    pooled = weights("attention", "big_vision")
+    pooled["MAPHead_0/MultiHeadDotProductAttention_0/query/kernel"] = np.zeros((WIDTH, 1, WIDTH))
+    with pytest.raises(ValueError, match=r"MAPHead_0 has queries \(16, 1, 16\), the blocks have"):
+        published.read(file(pooled))
+
+
 @pytest.mark.thorough
 def test_prefixes_and_stacked_blocks_are_the_same_weights(file):
     arrays = weights(layout="big_vision")
@@ -182,7 +284,10 @@ def test_a_head_that_cannot_be_used_stays_fresh_and_is_told(file):
         assert line in lines
         assert not np.any(model.head.kernel[...])
         np.testing.assert_array_equal(model.norm.bias[...], arrays["Transformer/encoder_norm/bias"])
-    assert loaded(file(behind))[1][-1] == "pre_logits/kernel: left out, no place here"
+    assert loaded(file(behind))[1][-2:] == [
+        "pre_logits/kernel: left out, no place here",
+        "head: new, for it follows pre_logits; --config.model.pre_logits=True keeps both",
+    ]
 
 
 def test_all_that_does_not_fit_is_listed_at_once(file, tmp_path):

@@ -467,7 +467,7 @@ def test_a_run_on_data_is_evaluated_and_converted(tmp_path):
     )
     path = FILES / "hf_dinov2_registers" / "model.safetensors"
     lines = pretrained.pretrained(path, options, softmax)
-    assert "position: resampled from 6 x 6 to 4 x 4 patches, with antialiasing" in lines
+    assert "position: resampled from 6 x 6 to 4 x 4 patches, bicubic with antialiasing" in lines
     assert evaluate.evaluate_run(softmax)["eval_examples"] == 360
     convert.convert(
         softmax,

@@ -475,6 +475,14 @@ def lines(*lines, name="index.csv"):
     return write
 
 
+def header(number):
+    """The header of an array of so many pictures, without the pictures."""
+    content = io.BytesIO()
+    claimed = {"descr": "|u1", "fortran_order": False, "shape": (number, 28, 28)}
+    np.lib.format.write_array_header_1_0(content, claimed)
+    return content.getvalue()
+
+
 def npz(**arrays):
     return partial(write_npz, **arrays)
 
@@ -652,6 +660,12 @@ DAMAGED = [
         "held_out.parquet names none of the splits",
     ),
     (parquet(), cut("x.parquet", 100), NONE, "x.parquet cannot be read as a parquet file"),
+    (
+        npz(y_train=NUMBERS),
+        member("x_train.npy", header(10**13)),
+        NONE,
+        "pictures.npz cannot be read: Un",
+    ),
 ]
 
 

@@ -1,6 +1,7 @@
 """Training: a few steps, resuming bit for bit, interruptions, refusals, several devices."""
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from tests.support.small import (
 )
 from vit import config, evaluate, train
 from vit.reports import metrics
-from vit.run import checkpoint, devices, optim, runs, safety, steps
+from vit.run import checkpoint, devices, loop, optim, runs, safety, steps
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -125,6 +126,53 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_log(digits_run, tmp_path):
         train.train(TRAINED, workdir)
     assert (workdir / "metrics.jsonl").read_text() == log
     assert not (workdir / "checkpoints").exists()
+
+
+def test_an_evaluation_that_a_run_was_stopped_in_is_made_on_resumption(digits_run, tmp_path):
+    """With the same result; the duration goes on from that of the log."""
+    workdir = shutil.copytree(digits_run[0], tmp_path / "run")
+    path = workdir / "metrics.jsonl"
+    *kept, evaluation = map(json.loads, path.read_text().splitlines())
+    assert "eval_loss" in evaluation
+    kept[-1]["seconds"] = 1e6
+    path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    record = train.train(TRAINED, workdir)
+    assert {k: record[k] for k in evaluation if k != "seconds"} == {
+        k: x for k, x in evaluation.items() if k != "seconds"
+    }
+    assert 0 < record["seconds"] - 1e6 < PATIENCE
+
+
+def test_a_line_of_the_log_is_of_all_steps_since_the_last():
+    """Means of the values, images in the time of these steps, and all waiting for data."""
+    settings, written = small_config(log_every=4, data=config.Data(batch_size=5)), []
+    task = runs.subject(TRAINED)[1]
+    rate = lambda step: 0.1 * step  # noqa: E731
+    progress = loop.Progress(settings, task, rate, 10, 12, ["w"], written.append, False, 0.0)
+    losses, begin = [3.0, 1.0, 6.0, 4.0, 2.5, 1.5], time.perf_counter()
+    for step, value in enumerate(losses, start=1):
+        values = {"train_loss": value, "train_top": 2 * value, "finite": np.array([True])}
+        progress.add(step, {k: np.asarray(x) for k, x in values.items()}, begin, 0.25 * step)
+    progress.read()
+    assert [record["step"] for record in written] == [4, 6]
+    for record, part in zip(written, (losses[:4], losses[4:]), strict=True):
+        assert record["train_loss"] == pytest.approx(np.mean(part))
+        assert record["train_top"] == pytest.approx(2 * np.mean(part))
+        assert record["learning_rate"] == pytest.approx(0.1 * (record["step"] - 1))
+        assert record["epoch"] == record["step"] / 10
+    assert [record["data_seconds"] for record in written] == [2.5, 2.75]
+    elapsed = time.perf_counter() - begin
+    assert 4 * 5 / elapsed < written[0]["images_per_second"]
+
+
+def test_sums_of_an_evaluation_are_exact():
+    """In float32 ones are lost beside 2^24."""
+    batches = [
+        {"loss": jax.numpy.float32(x), "examples": jax.numpy.ones(())} for x in (2**24, 1, 1)
+    ]
+    task = runs.subject(TRAINED)[1]._replace(results=lambda totals: {"loss": totals["loss"]})
+    found = steps.evaluate(task, lambda batch: batch, batches)
+    assert found == {"eval_loss": 2**24 + 2, "eval_examples": 3}
 
 
 def test_a_finished_run_only_reports_and_refuses_another_config(digits_run):

@@ -12,7 +12,7 @@ from performer.nnx import Frequencies
 from tests.support.small import CALIBRATED, SHALLOW, sized, small_config
 from vit import config, data, train, use
 from vit.run import checkpoint, runs
-from vit.weights import transfer
+from vit.weights import positions, transfer
 
 pytestmark = pytest.mark.thorough
 
@@ -134,7 +134,7 @@ def by_hand(table, side):
 def test_positions_are_resampled(side):
     """To a coarser grid without aliasing, and to a finer one."""
     table = np.random.default_rng(0).normal(size=(25, 4)).astype(np.float32)
-    got = transfer.resampled(jnp.asarray(table), side)
+    got = positions.resampled(jnp.asarray(table), side)
     np.testing.assert_allclose(got, by_hand(table, side), rtol=1e-4, atol=1e-5)
 
 

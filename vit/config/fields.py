@@ -236,7 +236,9 @@ class Data:
     train_split: str = _field(
         "train", 'Training split, as "train", "train[:90%]" or "train+validation".'
     )
-    eval_split: str = _field("test", "Evaluation split, in the same notation.")
+    eval_split: str = _field(
+        "test", "Evaluation split, in the same notation, without records of training."
+    )
     image_size: int = _number(8, "Side of the model's input in pixels.", 1, 2**14)
     eval_resize: int = _number(
         0, "Size before the centre crop of evaluation, by `eval_crop`; 0: `image_size`.", 0, 2**16

@@ -108,6 +108,8 @@ class Dataset(NamedTuple):
     """(section of the config, data set) -> an example that pads the last batch."""
     fingerprint: Callable[[], str] = str
     """() -> a text that changes with the examples; empty if it is not known."""
+    shared: int = 0
+    """Number of records in both sequences, if it is known."""
 
     @property
     def num_classes(self) -> int:
@@ -262,6 +264,19 @@ def check(dataset: Dataset, data: config.Data, name: str = "") -> None:
         )
 
 
+def check_apart(dataset: Dataset, data: config.Data) -> None:
+    """Raise ValueError if training and evaluation have records in common."""
+    if dataset.shared:
+        evaluate = command("evaluate", workdir="RUN", split=data.eval_split)
+        raise ValueError(
+            f"config.data.train_split={data.train_split!r} and"
+            f" config.data.eval_split={data.eval_split!r} have {dataset.shared} records in common:"
+            " measured would be what was memorised. Take parts that do not overlap, such as"
+            " train[:90%] and train[90%:]. A trained run is evaluated on its training examples by"
+            f" {evaluate}"
+        )
+
+
 def splits(data: config.Data) -> dict[str, int]:
     """Return the number of records of each split of a TFDS data set.
 
@@ -316,7 +331,23 @@ def _from_tfds(data: config.Data) -> Dataset:
         sources.append(source)
     folder = epath.Path(builder.data_path)
     files = fingerprint(lambda: _files(folder))
-    return Dataset(*sources, class_names=class_names, channels=channels, fingerprint=files)
+    read = (known[x].file_instructions for x in (data.train_split, data.eval_split))
+    return Dataset(
+        *sources,
+        class_names=class_names,
+        channels=channels,
+        fingerprint=files,
+        shared=_shared(*read),
+    )
+
+
+def _shared(first: Iterable[Any], second: Iterable[Any]) -> int:
+    """Return the number of records in both lists of TFDS's parts of files."""
+    parts: dict[str, list[Any]] = {}
+    for part in first:
+        parts.setdefault(part.filename, []).append(part)
+    ends = ((a, b) for b in second for a in parts.get(b.filename, ()))
+    return sum(max(0, min(a.skip + a.take, b.skip + b.take) - max(a.skip, b.skip)) for a, b in ends)
 
 
 def _files(folder: epath.Path) -> Iterator[Any]:

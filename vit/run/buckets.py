@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import io
 import os
 import pathlib
 import re
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ class Address(pathlib.PosixPath):
     """Path gs://BUCKET/NAME, with the methods of `pathlib.Path` that a run uses.
 
     Raises:
-        OSError: when the bucket cannot be reached; the message names the path.
+        OSError: when the bucket cannot be reached; the message names the path. Also for a method
+            that would use the local disk instead (`LOCAL`).
     """
 
     def __str__(self) -> str:
@@ -88,6 +90,24 @@ class Address(pathlib.PosixPath):
         """Return the address."""
         return self
 
+    def open(self, mode: str = "r", *_: Any, **__: Any) -> Any:
+        """Open an object, text as UTF-8; a written one appears whole when it is closed."""
+        if set(mode) - set("rwbt"):
+            raise io.UnsupportedOperation(f"{self}: an object can be read or written, not {mode!r}")
+        return self._call("open", mode.replace("t", ""))
+
+    def read_text(self, *_: Any, **__: Any) -> str:
+        """Return the content of an object in UTF-8."""
+        return self.read_bytes().decode()
+
+    def write_text(self, data: str, *_: Any, **__: Any) -> int:
+        """Write an object in UTF-8; it appears whole."""
+        return self.write_bytes(data.encode())
+
+    def absolute(self) -> "Address":
+        """Return the address."""
+        return self
+
     def read_bytes(self) -> bytes:
         """Return the content of an object."""
         return self._call("read_bytes")
@@ -99,6 +119,26 @@ class Address(pathlib.PosixPath):
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove an object."""
         self._call("unlink", missing_ok=missing_ok)
+
+
+LOCAL = (
+    *("chmod", "copy", "copy_into", "group", "hardlink_to", "is_block_device", "is_char_device"),
+    *("is_fifo", "is_junction", "is_mount", "is_socket", "is_symlink", "lchmod", "link_to"),
+    *("lstat", "move", "move_into", "owner", "readlink", "rename", "replace", "rglob", "rmdir"),
+    *("samefile", "stat", "symlink_to", "touch", "walk"),
+)
+"""Methods of `pathlib.Path` that would use a folder "gs:" of the local disk."""
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(self: Address, *_: Any, **__: Any) -> Any:
+        raise io.UnsupportedOperation(f"{self}: a bucket has no {name}()")
+
+    return refuse
+
+
+for _name in LOCAL:
+    setattr(Address, _name, _refused(_name))
 
 
 def _epath(path: Path) -> Any:

@@ -212,12 +212,13 @@ def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[i
     chosen = json.loads(devices.gathered(json.dumps(chosen_steps(workdir, step)))[0])
     for number in reversed(chosen):
         folder = workdir / "checkpoints" / str(number)
-        loaded, reason = {}, ""
+        loaded, reason, path = {}, "", ""
         try:
             path = str(readable_path(workdir) / str(number))
             loaded = ocp.load_checkpointables(path, {"state": state})
         except Exception as error:  # Orbax, TensorStore and JSON raise many kinds
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = _without_frequencies(path, state) or reason
         reasons = devices.failures(reason)
         if not reasons:
             for failure in failures:
@@ -225,6 +226,26 @@ def restore(workdir: Path, state: Any, step: int | str | None = None) -> tuple[i
             return number, loaded["state"]
         failures.append(f"{folder} cannot be read ({'; '.join(reasons)})")
     raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(failures))
+
+
+def _without_frequencies(path: str, state: Any) -> str:
+    """Return a reason if a checkpoint lacks the frequencies that the state has, else ""."""
+    with contextlib.suppress(Exception):  # a damaged one has another reason
+        saved = ocp.checkpointables_metadata(path).metadata["state"]
+        has = [
+            "frequencies" in jax.tree_util.keystr(k) for k, _ in jax.tree.leaves_with_path(saved)
+        ]
+        needs = [
+            name
+            for path, _ in jax.tree.leaves_with_path(state)
+            if "frequencies" in (name := jax.tree_util.keystr(path))
+        ]
+        if needs and not any(has):
+            return (
+                f"it lacks the frequencies of attention, {len(needs)} arrays such as {needs[0]}:"
+                " nnx.state(model, nnx.Param) leaves them out, save nnx.state(model)"
+            )
+    return ""
 
 
 def set_aside(workdir: Path, step: int) -> None:

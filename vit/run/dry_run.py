@@ -147,6 +147,7 @@ def plan(
     configs.validate(config)
     mesh = devices.mesh(config, there)
     dataset, task = runs.subject(config, dataset)
+    data.check_apart(dataset, config.data)
     steps_per_epoch, num_steps = runs.length(config, dataset)
     program = runs.program(config, dataset, task, mesh)
     batch, masked = (runs.abstract_batch(dataset, config, mesh, mask=m) for m in (False, True))

@@ -97,10 +97,15 @@ def note(path: Path, record: dict[str, Any]) -> None:
     write(path, json.dumps(record) + "\n")
 
 
-def parsed(text: str | bytes) -> Any:
-    """Return the value of a JSON text; ValueError also if it is nested too deeply."""
+def parsed(text: str | bytes, **options: Any) -> Any:
+    """Return the value of a JSON text; ValueError also if it is nested too deeply.
+
+    Args:
+        text: the JSON.
+        options: of `json.loads`.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, **options)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

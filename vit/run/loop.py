@@ -227,9 +227,12 @@ def train(
     loggers.check(log)
     if profile:
         buckets.check_local(workdir, "with --profile, --workdir=")
-    if not (workdir / "config.json").exists():
+    is_new = not (workdir / "config.json").exists()
+    if is_new:
         runs.check_learned(config)
     dataset, task = runs.subject(config, dataset, task, workdir)
+    if is_new:
+        data.check_apart(dataset, config.data)
     devices.check_same(runs.shared_settings(config, dataset, task))
     mesh = devices.mesh(config)
     steps_per_epoch, num_steps = runs.length(config, dataset)

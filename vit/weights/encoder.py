@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit.config import SIZES, Size
+from vit.weights.positions import ANTIALIASED
 
 Arrays = dict[str, np.ndarray]
 """float32, by name."""
@@ -49,8 +50,8 @@ class Metadata(NamedTuple):
     final_norm: str = "before"
     input_size: int = 0
     """Size of the pictures in evaluation; 0: the image size."""
-    antialias: bool = True
-    """Antialiasing of positions that are resampled to another grid, as the library does it."""
+    resample: str = ANTIALIASED
+    """How the library of the file resamples positions to another grid (`positions.resampled`)."""
     resize: int = 0
     """Size of the shorter side, or both, of a picture before the crop; 0: the image size."""
     crop: str = "center"

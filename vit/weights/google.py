@@ -7,13 +7,15 @@ leading axis, under no prefix, "params/" or "opt/target/". Theirs and ours:
 
     embedding                                    embed
     cls, Transformer/posembed_input | pos_embedding          token, position
+    MAPHead_0 (probe, attention, LayerNorm_0, MlpBlock_0)    pool
     Transformer/encoderblock_i/LayerNorm_0 | MultiHead...    blocks/i/attention_norm | attention
     Transformer/encoderblock_i/LayerNorm_1 or 2              blocks/i/mlp_norm
     Transformer/encoderblock_i/MlpBlock_0 or 3/Dense_0 | 1   blocks/i/mlp_in | mlp_out
     Transformer/encoder_norm, pre_logits, head   norm, pre_logits, head
 
-A file without positions was trained with fixed ones ("sincos"); one without cls averages over
-patches. The older layout also adds a position to the class token: see `encoder`.
+A file without positions was trained with fixed ones ("sincos"). Without cls and MAPHead_0 it
+averages over patches. Both libraries resample positions by `scipy.ndimage.zoom(order=1)`. The older
+layout also adds a position to the class token: see `encoder`.
 """
 
 import re
@@ -33,13 +35,15 @@ from vit.weights.encoder import (
     left_out,
     put,
 )
+from vit.weights.positions import LINEAR
 
 ORIGIN = "google-research's ViT"
 PREFIXES = ("", "params/", "opt/target/")
+ATTENTION = "MultiHeadDotProductAttention_[01]/(query|key|value|out)"
 BLOCK = {
     "LayerNorm_0": "attention_norm",
     "LayerNorm_[12]": "mlp_norm",
-    "MultiHeadDotProductAttention_[01]/(query|key|value|out)": r"attention/\1",
+    ATTENTION: r"attention/\1",
     "MlpBlock_[03]/Dense_0": "mlp_in",
     "MlpBlock_[03]/Dense_1": "mlp_out",
 }
@@ -48,6 +52,11 @@ PARTS = {
     "(?:Transformer/(?:posembed_input/)?)?pos_embedding": "position",
     "Transformer/encoder_norm/(scale|bias)": r"norm/\1",
     "embedding/(kernel|bias)": r"embed/\1",
+    "MAPHead_0/probe": "pool/query",
+    rf"MAPHead_0/{ATTENTION}/(\w+)": r"pool/attention/\1/\2",
+    r"MAPHead_0/LayerNorm_0/(\w+)": r"pool/norm/\1",
+    r"MAPHead_0/MlpBlock_0/Dense_0/(\w+)": r"pool/mlp_in/\1",
+    r"MAPHead_0/MlpBlock_0/Dense_1/(\w+)": r"pool/mlp_out/\1",
     **{
         rf"Transformer/encoderblock(?:_\d+)?/{theirs}/(?P<leaf>\w+)": rf"blocks/*/{ours}/\g<leaf>"
         for theirs, ours in BLOCK.items()
@@ -92,6 +101,14 @@ def _encoder(named: Arrays) -> Encoder:
         raise ValueError("the file holds no ViT: there is no encoderblock_0 with a query")
     (width, heads, _), channels = query.shape, named["embed/kernel"].shape[-2]
     mean, std = (values[:channels] for values in HALF)
+    pooler = named.get("pool/attention/query/kernel", query)
+    if pooler.shape != query.shape:
+        raise ValueError(
+            f"MAPHead_0 has queries {pooler.shape}, the blocks have {query.shape}: only a pooling"
+            " with as many heads is read"
+        )
+    by_parts = {"pool/query": "attention", "token": "token"}
+    pooling = next((value for part, value in by_parts.items() if part in named), "mean")
     metadata = Metadata(
         ORIGIN,
         width,
@@ -100,8 +117,9 @@ def _encoder(named: Arrays) -> Encoder:
         "gelu_tanh",
         mean,
         std,
-        pooling="token" if "token" in named else "mean",
+        pooling=pooling,
         position="learned" if "position" in named else "sincos",
+        resample=LINEAR,
     )
     return built(named, metadata)
 
@@ -116,7 +134,7 @@ def renamed(arrays: Mapping[str, np.ndarray]) -> Arrays:
     for name, array in arrays.items():
         place = _place(name)
         pieces = {place: array}
-        if place in ("token", "position"):  # theirs have leading axes of length 1
+        if place in ("token", "position", "pool/query"):  # theirs have leading axes of length 1
             pieces = {place: array.reshape(-1, array.shape[-1])}
         elif "*" in place:
             pieces = {place.replace("*", str(i)): piece for i, piece in enumerate(array)}

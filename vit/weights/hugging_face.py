@@ -13,6 +13,7 @@ from typing import Any
 from PIL.Image import Resampling
 
 from vit.weights.encoder import HALF, IMAGENET, Arrays, Encoder, Metadata, from_pytorch, side
+from vit.weights.positions import ANTIALIASED, BICUBIC
 
 BLOCK = {
     **{f"attention.attention.{x}": f"attention/{x}" for x in ("query", "key", "value")},
@@ -127,7 +128,7 @@ def read(arrays: Arrays, config: dict[str, Any], preprocessor: dict[str, Any]) -
         std=std,
         image_size=side(config.get("image_size", 224)),
         pooling=_pooling(arrays),
-        antialias=kind == "dinov2_with_registers",
+        resample=ANTIALIASED if kind == "dinov2_with_registers" else BICUBIC,
         input_size=side(preprocessor.get("crop_size") or size),
         resize=side(size) if preprocessor.get("do_center_crop") else 0,
         crop="center" if keeps_ratio else "squash",

@@ -21,7 +21,6 @@ not need the other one any more.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,6 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
-from jaxtyping import Float
 
 from performer.nnx import PerformerAttention
 from vit import config as configs
@@ -38,6 +36,7 @@ from vit import data, use
 from vit.data.classes import Match, matched
 from vit.run import buckets, files, runs, safety
 from vit.task import Model, Task, of_folder, random_streams
+from vit.weights.positions import resampled
 
 Resample = Callable[[Any, int], Any]
 """(positions of a square grid, new side) -> new positions."""
@@ -149,6 +148,7 @@ def begun(
     workdir = buckets.path(workdir)
     safety.check_vacant(workdir, "--workdir")
     dataset, task = runs.subject(config, dataset, task)
+    data.check_apart(dataset, config.data)
     runs.rate(config, dataset)
     model = task.create(config, rngs=random_streams(config.seed))
     yield model, task, dataset
@@ -271,40 +271,6 @@ def differences(
         *(f"{k}: {new[k].shape} {word}, {there.get(k, 'not there')}" for k in sorted(fresh)),
         *(f"{k}: left out, no place here" for k in sorted(old.keys() - new.keys())),
     ]
-
-
-def resampled(
-    position: Float[ArrayLike, "positions width"], side: int, *, antialias: bool = True
-) -> Float[np.ndarray, "new_positions width"]:
-    """Return positions of a square grid on one of another side: bicubic.
-
-    With antialiasing the cubic has a = -1/2, and is wider where the grid becomes smaller (Pillow,
-    timm, `jax.image.resize`). Without, a = -3/4 and there are four neighbours (torch's
-    interpolate).
-    """
-    grid = np.asarray(position)
-    grid = grid.reshape(math.isqrt(len(grid)), -1, grid.shape[-1])
-    shape = (side, side, grid.shape[-1])
-    if antialias:
-        new = np.asarray(jax.image.resize(grid, shape, "bicubic", antialias=True))
-    else:
-        weights = _cubic(len(grid), side)
-        new = np.einsum("yi,xj,ijw->yxw", weights, weights, grid.astype(np.float64))
-    return new.reshape(side**2, -1).astype(np.float32)
-
-
-def _cubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
-    """Return weights (new, old) of the four nearest; those beyond the edge are on the edge."""
-    place = (np.arange(new) + 0.5) * old / new - 0.5
-    weights = np.zeros((new, old))
-    for neighbour in range(-1, 3):
-        index = np.floor(place) + neighbour
-        x = abs(place - index)
-        near = ((a + 2) * x - (a + 3)) * x**2 + 1
-        far = a * (((x - 5) * x + 8) * x - 4)
-        column = np.clip(index, 0, old - 1).astype(int)
-        np.add.at(weights, (np.arange(new), column), np.where(x <= 1, near, far))
-    return weights
 
 
 FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "blocks")

@@ -99,8 +99,9 @@ def read_npz(source: Path, words: Words) -> Source:
 
 def loaded(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a file; bytes for what is no array."""
-    # TypeError: a broken header. ValueError: an array of Python objects.
-    errors = (TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
+    # TypeError: a broken header. ValueError: an array of Python objects. MemoryError: a header of
+    # more than there is.
+    errors = (TypeError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
     with reading(path, "", *errors), np.load(path, allow_pickle=False) as file:
         arrays = {key: np.asarray(x) for key, x in file.items()}
     return {key: x[:, 0] if x.shape[1:] == (1,) else x for key, x in arrays.items()}
