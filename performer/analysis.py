@@ -440,8 +440,9 @@ def _measure(
         blocks = -(-t // BLOCK)
         size = -(-t // blocks)
         _, w, tilts = fold(calibration, frequencies)
-        log_weights = log_weights + (0 if tilts is None else tilts)
         log_weights = jnp.broadcast_to(log_weights, w.shape[:-1])
+        if tilts is not None:
+            log_weights = log_weights + jnp.broadcast_to(tilts, w.shape[:-1])
         shift = jnp.zeros(h, query.dtype) if calibration.shift is None else calibration.shift
         # exp(q.(k - c)) is what k^_ij estimates once keys are shifted: exp(-q.c) times the kernel.
         shift = jnp.repeat(jnp.broadcast_to(shift, (k, h)), n // k, axis=0)
@@ -477,12 +478,13 @@ def _measure(
 def _ranks(keys, query, exists, w, log_weights) -> Array:
     """Ranks (s,) of the keys by their estimated weights, the sums over queries (r, h)."""
     _, key, _, key_exists = keys
-    on_keys = key @ w.T - jnp.sum(key**2, axis=-1, keepdims=True) / 2 + log_weights
+    on_keys = key @ w.T - jnp.sum(key**2, axis=-1, keepdims=True) / 2 + log_weights[None]
     on_keys = jnp.where(key_exists[:, None], on_keys, -jnp.inf)
     on_queries = jnp.where(exists[:, None], query @ w.T, -jnp.inf)
-    totals = jax.nn.logsumexp(on_queries + jax.nn.logsumexp(on_keys, axis=0), axis=-1)
+    sums = jax.nn.logsumexp(on_keys, axis=0, keepdims=True)
+    totals = jax.nn.logsumexp(on_queries + sums, axis=-1)
     feature_weights = jax.nn.logsumexp(on_queries - finite(totals)[:, None], axis=0)
-    return jnp.argsort(jnp.argsort(-jax.nn.logsumexp(on_keys + feature_weights, axis=-1)))
+    return jnp.argsort(jnp.argsort(-jax.nn.logsumexp(on_keys + feature_weights[None], axis=-1)))
 
 
 def _block(
@@ -493,7 +495,7 @@ def _block(
     before = jnp.cumsum(exists) - exists.astype(jnp.arange(0).dtype)
     allowed = jnp.broadcast_to(exists, (len(place), len(key)))
     if is_causal:
-        allowed &= jnp.arange(len(key)) <= place[:, None]
+        allowed &= jnp.arange(len(key))[None] <= place[:, None]
         exists = exists & (jnp.arange(len(key)) <= jnp.max(place))  # later ones set no maximum
     counts = (place < t) & jnp.any(allowed, axis=-1)
 
@@ -510,9 +512,9 @@ def _block(
 
     def draw(mean, features):
         w, log_weights, ranks, i = features
-        on_keys = moved_key @ w.T - half_norms + log_weights
+        on_keys = moved_key @ w.T - half_norms + log_weights[None]
         on_keys = jnp.where(exists[:, None], on_keys, -jnp.inf)  # (s, m)
-        top_key = jnp.max(on_keys, axis=0)
+        top_key = jnp.max(on_keys, axis=0, keepdims=True)
         on_queries = moved_query @ w.T + top_key  # (r, m)
         top = jnp.max(on_queries, axis=-1, keepdims=True)
         kernel = jnp.exp(on_queries - finite(top)) @ jnp.exp(on_keys - finite(top_key)).T
@@ -521,7 +523,7 @@ def _block(
             positions = jnp.arange(len(key))
             near = is_near(place, positions, before, selected)
             near |= (place < selected.rows)[:, None]
-            near = allowed & (near if ranks is None else near | (ranks < selected.keys))
+            near = allowed & (near if ranks is None else near | (ranks < selected.keys)[None])
             exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)
             new = jnp.maximum(top, jnp.max(exact, axis=-1, keepdims=True))
             shares = jnp.exp(exact - finite(new)), kernel * jnp.exp(top - finite(new))

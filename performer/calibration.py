@@ -239,14 +239,12 @@ def _pair_moments(
     t, s, h, k = query.shape[1], key.shape[1], key.shape[-1], key.shape[-2]
     count = t if num_queries is None else min(num_queries, t)
     position = (2 * np.arange(count, dtype=np.int64) + 1) * t // (2 * count)  # may pass 2^31
-    exists = jnp.ones((count, s), bool)
+    exists = jnp.ones((1, 1, count, s), bool)
     if is_causal:
-        exists = jnp.arange(s)[None] <= position[:, None]
+        exists = (jnp.arange(s)[None] <= position[:, None])[None, None]
     if pairs is not None:
         key = jnp.where(jnp.any(pairs, axis=1)[..., None, None], key, 0)
-        exists = (
-            exists[None, None] & (pairs if pairs.shape[1] == 1 else pairs[:, position])[:, None]
-        )
+        exists = exists & (pairs if pairs.shape[1] == 1 else pairs[:, position])[:, None]
     if ids is not None:
         of_query, of_key = ids[0], ids[0] if ids[1] is None else ids[1]
         same = of_query[:, position, None] == of_key[:, None]

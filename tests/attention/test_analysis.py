@@ -406,7 +406,8 @@ def test_recommend():
     assert str(none).startswith("No number of features up to 2 is enough with gaussian.\n")
     tried = []
     options |= dict(tolerance=1e-9, limit=4, exact_keys=S, show=tried.append)
-    found = recommend(query, key, **options)
+    with jax.numpy_rank_promotion("raise"):
+        found = recommend(query, key, **options)
     assert (found.num_features, found.exact_keys) == (2, S)
     assert str(found).startswith(f"2 features of gaussian with {S} exact keys are enough.\n")
     order = [line.split(":")[0] for line in tried]
