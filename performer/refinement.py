@@ -14,6 +14,7 @@ Beside an exact window (`exact_window` of `performer_attention`) only far pairs 
 features all of whose parameters move (`Far`). Near pairs are exact in A^ and do not move them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +40,7 @@ from performer.calibration import (
 )
 from performer.choices import positive_integer
 from performer.features import FeatureMap
-from performer.numerics import finite
+from performer.numerics import anywhere, finite
 from performer.typing import Coupling, float32_or_wider
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
@@ -55,8 +56,8 @@ ROUNDS, PATIENCE = 20, 4
 """Evaluations of the held-out loss, and those without progress before early stopping."""
 HELD_OUT = 8
 """One example of so many is held out."""
-TINY = 1e-37
-"""Smallest kernel whose logarithm is formed: a row of underflow is uniform, not NaN."""
+LOST = 1e-23
+"""Sums of features below this have lost terms to underflow."""
 START = 0.3
 """Size of the frequencies at the start of `refine_far`, relative to those of a coupling."""
 
@@ -281,16 +282,32 @@ def _exponents(x: Float[Array, "b t n h"], w: Float[Array, "k m h"]) -> Float[Ar
 
 
 def _log_kernel(query_exponents: Array, key_exponents: Array) -> Float[Array, "b n t s"]:
-    """log (sum_j e^{a_j + b_j} / m), with the maxima over keys and over features taken out."""
-    largest = jax.lax.stop_gradient(finite(jnp.max(key_exponents, axis=-2, keepdims=True)))
-    towards = query_exponents + largest
-    most = jax.lax.stop_gradient(jnp.max(towards, axis=-1, keepdims=True))
-    features = jnp.exp(towards - most), jnp.exp(key_exponents - largest)
-    kernel = jnp.einsum("bntm,bnsm->bnts", *features, precision="highest") / key_exponents.shape[-1]
-    some = jnp.any(
-        jnp.isfinite(key_exponents), axis=(-2, -1), keepdims=True
-    )  # not a weight of -inf
-    return jnp.where(some, jnp.log(jnp.maximum(kernel, TINY)), -jnp.inf) + most
+    """log (sum_j e^{a_j + b_j} / m), whatever the other keys.
+
+    The maxima over the features of each query and of each key are taken out. Pairs whose sum
+    underflows all the same are computed again in logarithms, key by key.
+    """
+    nu, mu = (
+        jax.lax.stop_gradient(finite(jnp.max(x, axis=-1, keepdims=True)))
+        for x in (query_exponents, key_exponents)
+    )
+    features = jnp.exp(query_exponents - nu), jnp.exp(key_exponents - mu)
+    sums = jnp.einsum("bntm,bnsm->bnts", *features, precision="highest")
+    largest = jnp.swapaxes(mu, -1, -2)
+    exists = jnp.any(key_exponents > -jnp.inf, axis=-1)[..., None, :]  # not a weight of -inf
+    lost = exists & (sums < LOST)
+    kernel = jnp.where(exists, jnp.log(jnp.maximum(sums, LOST)) + nu + largest, -jnp.inf)
+
+    def again(kernel):
+        @partial(jax.checkpoint, prevent_cse=False)
+        def of_key(exponents):  # (b, n, m)
+            return jax.nn.logsumexp(query_exponents + exponents[..., None, :], axis=-1)
+
+        every = jax.lax.map(of_key, jnp.moveaxis(key_exponents, -2, 0))  # (s, b, n, t)
+        return jnp.where(lost, jnp.moveaxis(every, 0, -1), kernel)
+
+    kernel = jax.lax.cond(anywhere(lost), again, lambda kernel: kernel, kernel)
+    return kernel - math.log(key_exponents.shape[-1])
 
 
 def _rows(

@@ -156,10 +156,11 @@ def performer_attention(
         robust   like blocked, but accurate for queries and keys of any norm
         pallas   kernels for TPU and NVIDIA GPUs; features never leave the chip
 
-    Causal and packed rows, and rows with an exact window, of `direct` and `blocked` can be wrong,
-    without a warning, for queries and keys of large norm: from about 10, after the factor
-    sqrt(scale), if all keys that a query sees are opposite to it, from 35 if they are orthogonal.
-    To detect this, compare with `robust`: only there the results differ by more than rounding.
+    None is `robust` with an exact window, else `blocked`, or a kernel (below). Causal and packed
+    rows of `direct` and `blocked` can be wrong, without a warning, for queries and keys of large
+    norm: from about 10, after the factor sqrt(scale), if all keys that a query sees are opposite to
+    it, from 35 if they are orthogonal. To detect this, compare with `robust`: only there the
+    results differ by more than rounding.
 
     `pallas` runs forward and backward; measured on an H200 in bfloat16, compiled but not yet run on
     a TPU. It supports positive features with the exact stabilizer, masks, lengths, log-weights,
@@ -332,7 +333,9 @@ def performer_attention(
     if initial_state is not None:
         refusals.check_state(initial_state, inputs, estimate, exact, pairs)
     state = jax.tree.map(lambda x: refusals.one_axis(x, len(lead)), initial_state)
-    plan = Plan(axis_name, return_state, robust=implementation == "robust")
+    # With a window what is left to the features is small: a lost row would be wrong for no gain.
+    robust = implementation == "robust" or (implementation is None and exact.window > 0)
+    plan = Plan(axis_name, return_state, robust)
     has_state = streams or axis_name is not None
     plan = which.planned(
         plan, which.Call(tokens, estimate, exact, pairs, has_state, implementation)
@@ -386,9 +389,9 @@ def explain(
         >>> x = jax.ShapeDtypeStruct((8, 1024, 12, 64), jnp.float32)
         >>> w = jax.ShapeDtypeStruct((128, 64), jnp.float32)
         >>> performer.attention.explain(x, x, x, w, exact_window=16).splitlines()
-        ['cpu (here): blocked, no kernel for a CPU',
-         'gpu: blocked, no kernel for exact_window=16',
-         'tpu: blocked, no kernel for exact_window=16']
+        ['cpu (here): robust, no kernel for a CPU',
+         'gpu: robust, no kernel for exact_window=16',
+         'tpu: robust, no kernel for exact_window=16']
     """
     with which.noted() as calls, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning that there is no kernel

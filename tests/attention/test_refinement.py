@@ -25,6 +25,7 @@ from performer.refinement import (
     squared,
     transfer,
 )
+from performer.testing import reference_attention
 from tests.support.tiers import tiers
 
 STRETCH = np.array([2.0, 1.5, 0.1, 0.1])
@@ -267,3 +268,26 @@ def test_near_pairs_of_packed_sequences():
         *of[:2], jnp.zeros((1, 4)), weights=jnp.zeros(1), segment_ids=segments, **window.options
     )
     np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("exact", [Exact(), Exact(window=4, first=1)])
+@pytest.mark.parametrize("norm", [1.0, 20.0, 50.0])
+def test_the_matrix_of_any_norm_is_that_of_the_equations(norm, exact):
+    """Kernels far below those of other keys, here of later ones that are short, are not floored.
+
+    The limit is ten times the largest difference, that of exponents of 3,000 in float32.
+    """
+    rng = np.random.default_rng(0)
+    query, key = rng.normal(size=(2, 2, 24, 2, 8))
+    query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
+    query, key = norm * 8**0.25 * query, norm * 8**0.25 * key * np.linspace(1, 0, 24)[:, None, None]
+    of = Sample.of(*(jnp.asarray(x, jnp.float32) for x in (query, key)))
+    fitted = calibration.calibrate(of.query, of.key, is_causal=True, beside_exact=any(exact))
+    fitted = fitted._replace(shift=fitted.shift + 3.0)
+    frequencies = couplings.draw(jax.random.key(1), "orf", 16, 8, 2)
+    got = positive_estimate(frequencies, (fitted, exact), of, True)
+    options = {name: n for name, n in exact.options.items() if n}
+    unit = np.broadcast_to(np.eye(24)[:, None], (2, 24, 2, 24))
+    tokens = of.query, of.key, unit, frequencies
+    want = reference_attention(*tokens, calibration=fitted, is_causal=True, **options)
+    np.testing.assert_allclose(got, np.moveaxis(want, 2, 1), atol=5e-4)

@@ -132,10 +132,11 @@ def path(call: Call, platform: str) -> str:
     if call.implementation not in (None, "pallas"):
         return call.implementation
     reason = unsupported(call, platform)
+    without = "robust" if call.exact.window and call.implementation is None else "blocked"
     if platform == "cpu":
-        return "blocked, no kernel for a CPU"
+        return f"{without}, no kernel for a CPU"
     if reason:
-        return f"blocked, no kernel for {reason}"
+        return f"{without}, no kernel for {reason}"
     if call.implementation is None and (reason := not_default(call, platform)):
         return f"blocked, no kernel by default {reason}"
     return "kernel"
