@@ -378,8 +378,9 @@ def test_class_folders_without_splits_are_split(tmp_path, modes):
     """The data set is grey where all pictures are."""
     source = tmp_path / "source"
     write_folders(source, modes)
-    (source / ".hidden").mkdir()
-    (source / ".hidden" / "x.png").write_bytes(b"none")
+    for name in (".hidden", "__MACOSX", "@eaDir/a"):
+        (source / name).mkdir(parents=True)
+        (source / name / "x.png").write_bytes(b"none")
     prepare(source, tmp_path / "out", "made", validation=0.25)
     section = config.Data(name="made", dir=str(tmp_path / "out"), eval_split="validation")
     section.batch_size = 1
@@ -813,7 +814,7 @@ def test_every_file_is_accounted_for(tmp_path, capsys):
     assert printed[5] == "read: 17 .png"
     assert sorted(printed[6:]) == [
         "ignored: 1 .csv, not read; --table names a table (means.csv)",
-        "ignored: 1 .png, hidden, or a copy of macOS (cat/._0.png)",
+        "ignored: 1 .png, hidden, or a copy of macOS or Synology (cat/._0.png)",
         "ignored: 1 .png, not in a class folder or not named by a table (7.png)",
         "ignored: 1 .txt, not read; --table names a table (train_test_split.txt)",
         "ignored: 1 without suffix, a picture without suffix: rename it (cat/scan)",

@@ -23,19 +23,21 @@ Classes = dict[str, list[Path]]
 
 _PARTS = re.compile(r"(?<![a-z])(part|batch|fold|images|imgs|photos|pictures|masks)(?![a-z])")
 """Words in names of folders that are no classes, if all have one."""
+OF_PROGRAMS = ("__MACOSX", "@eaDir")
+"""Folders of copies that macOS and Synology's servers make."""
 SHOWN = 40
 """Most classes that are listed one by one."""
 
 
 def folders(folder: Path) -> list[Path]:
-    """Return the folders in a folder but hidden ones and those of macOS."""
+    """Return the folders in a folder but hidden ones and those of programs."""
     paths = (path for path in folder.iterdir() if not is_hidden(path) and path.is_dir())
     return sorted(paths)
 
 
 def is_hidden(path: Path) -> bool:
-    """Detect hidden files and folders, copies of Apple's Finder (._*) among them, and __MACOSX."""
-    return path.name.startswith(".") or path.name == "__MACOSX"
+    """Detect hidden files and folders, copies of Apple's Finder (._*) among them, and OF_PROGRAMS."""
+    return path.name.startswith(".") or path.name in OF_PROGRAMS
 
 
 def pictures(folder: Path) -> list[Path]:
@@ -210,7 +212,7 @@ def _listed(counts: Counter[str]) -> str:
 def _reason(path: Path, folder: Path) -> str:
     """Return why a file is not read."""
     if any(is_hidden(Path(part)) for part in path.relative_to(folder).parts):
-        return "hidden, or a copy of macOS"
+        return "hidden, or a copy of macOS or Synology"
     if is_picture(path):
         return "not in a class folder or not named by a table"
     if path.suffix.lower() in (".csv", ".tsv", ".txt", ".jsonl", ".parquet"):
