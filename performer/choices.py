@@ -33,13 +33,29 @@ def unknown(kind: str, name: str, choices: Collection[str], shown: str = "") -> 
     return f"unknown {kind} {name!r}{meant} Choices: {shown or ', '.join(choices)}"
 
 
+DISTRIBUTIONS = {
+    "absl": "absl-py",
+    "orbax": "orbax-checkpoint",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "tensorflow_datasets": "tensorflow-datasets",
+}
+"""Distributions of modules with another name."""
+
+
+def install(module: str | None) -> str:
+    """Return the command that installs a module: "pip install pillow" for "PIL.Image"."""
+    name = str(module).split(".")[0]
+    return f"pip install {DISTRIBUTIONS.get(name, name)}"
+
+
 @contextmanager
-def extra(name: str) -> Iterator[None]:
-    """Name the extra to install if an import in the `with` block finds no such module."""
+def optional() -> Iterator[None]:
+    """Say how to install a module that an import in the `with` block does not find."""
     try:
         yield
     except ModuleNotFoundError as error:
-        message = f"{error.name} is not installed: pip install 'performer-jax[{name}]'"
+        message = f"{error.name} is not installed: {install(error.name)}"
         raise ModuleNotFoundError(message, name=error.name) from error
 
 

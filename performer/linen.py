@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.attention.dropin import attention_fn
-from performer.choices import extra
+from performer.choices import optional
 from performer.typing import Coupling
 
-with extra("flax"):
+with optional():
     from flax import linen
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from scipy.sparse import issparse
 
 from performer import features, kernels
-from performer.choices import extra
+from performer.choices import optional
 
-with extra("sklearn"):
+with optional():
     from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
     from sklearn.utils import check_random_state
     from sklearn.utils.validation import check_is_fitted, validate_data

@@ -22,11 +22,13 @@ __all__ = ["fit", "load"]
 
 
 def missing(error: ModuleNotFoundError) -> str:
-    """Return the extra that has a missing library; raise the error if it is a module of ours."""
+    """Return how to install a missing library; raise the error if it is a module of ours."""
     if str(error.name).split(".")[0] in ("performer", "vit", "experiments"):
         raise error
-    install = "pip install 'performer-jax[vit]', or '.[vit]' from a checkout"
-    return f"{error.name} is not installed: {install}"
+    from performer.choices import install
+
+    others = "pip install '.[vit]' in a checkout installs all that vit needs"
+    return f"{error.name} is not installed: {install(error.name)}; {others}"
 
 
 def __getattr__(name: str) -> Any:

@@ -153,7 +153,7 @@ class Graph(NamedTuple):
         Raises:
             ValueError: if the graph is directed.
         """
-        with choices.extra("graphs"):
+        with choices.optional():
             import networkx
 
         if graph.is_directed():

@@ -5,10 +5,10 @@ layer          `PerformerAttention`, the `attention_fn` of `nnx.MultiHeadAttenti
 linearization  `linearize`: a model with exact attention -> one with random features
 """
 
-from performer.choices import extra
+from performer.choices import optional
 from performer.linearization import Report as Report
 
-with extra("flax"):
+with optional():
     from performer.nnx.graph import GraphAttention as GraphAttention
     from performer.nnx.layer import Frequencies as Frequencies
     from performer.nnx.layer import PerformerAttention as PerformerAttention

@@ -68,7 +68,7 @@ def test_what_is_a_path(monkeypatch):
     for local in ("runs/a", "/runs/gs:/a", "gs", "."):
         assert type(buckets.path(local)) is type(Path())
     monkeypatch.setattr(buckets, "PACKAGE", "absent_package")
-    missing = r"gs://b/run requires absent_package: pip install 'performer-jax\[gcs\]'"
+    missing = r"gs://b/run requires absent_package: pip install absent_package"
     with pytest.raises(ValueError, match=missing):
         arguments.Parser(Path).parse("gs://b/run")
     for name, reason in {

@@ -186,7 +186,7 @@ def path(name: str | os.PathLike[str]) -> Path:
     try:
         importlib.import_module(PACKAGE)
     except ImportError as error:
-        raise ValueError(f"{name} requires {PACKAGE}: pip install 'performer-jax[gcs]'") from error
+        raise ValueError(f"{name} requires {PACKAGE}: pip install {PACKAGE}") from error
     defaults = importlib.import_module("fsspec.config").conf.setdefault("gcs", {})
     defaults["use_listings_cache"] = False  # a list that is kept lacks what others write
     return Address(name)

@@ -113,5 +113,5 @@ def _module(name: str) -> Any:
         return importlib.import_module(PACKAGES[name])
     except ImportError as error:
         raise ValueError(
-            f"--log={name} requires {PACKAGES[name]}: pip install 'performer-jax[{name}]'"
+            f"--log={name} requires {PACKAGES[name]}: pip install {PACKAGES[name].lower()}"
         ) from error

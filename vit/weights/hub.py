@@ -43,7 +43,7 @@ def download(name: str) -> tuple[Path, str]:
     except ImportError as error:
         raise ValueError(
             f"--weights={name} is no local path, and as a name of the Hugging Face Hub it requires"
-            " huggingface_hub: pip install 'performer-jax[hub]', or '.[hub]' from a checkout"
+            " huggingface_hub: pip install huggingface_hub"
         ) from error
     repository, _, revision = name.partition("@")
     try:

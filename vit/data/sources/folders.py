@@ -36,7 +36,7 @@ def folders(folder: Path) -> list[Path]:
 
 
 def is_hidden(path: Path) -> bool:
-    """Detect hidden files and folders, copies of Apple's Finder (._*) among them, and OF_PROGRAMS."""
+    """Detect hidden files and folders, also copies of Apple's Finder (._*), and OF_PROGRAMS."""
     return path.name.startswith(".") or path.name in OF_PROGRAMS
 
 
