@@ -246,6 +246,12 @@ Name = Literal[
 """`names()`, which editors complete."""
 
 
+def __getattr__(name: str) -> Any:
+    if name in COUPLINGS:
+        raise AttributeError(f"couplings are taken by name: performer.couplings.get({name!r})")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def get(coupling: Name | str | Coupling) -> Coupling:
     """Return the coupling of that name; a coupling is returned as it is.
 

@@ -141,7 +141,8 @@ def performer_attention(
 ) -> Float[Array, "*b t n v"] | tuple[Float[Array, "*b t n v"], State | WindowState]:
     """Estimate softmax(scale q k^T) v by m random features, in O((t + s) m) time and memory.
 
-    Shapes are as in `jax.nn.dot_product_attention`. With a feature map that estimates softmax
+    Shapes are as in `jax.nn.dot_product_attention`: tokens before heads. Transpose (batch, heads,
+    tokens, width), the order of PyTorch. With a feature map that estimates softmax
     the output converges to it as m grows. With non-negative features the rows of the estimated
     attention matrix are non-negative and sum to 1 for any m. The backward pass computes features
     again, so its memory is linear. Gradients of any order, forward mode, `vmap`, `jax.checkpoint`

@@ -51,8 +51,14 @@ INSTEAD = {
 """Keywords of other functions: what to write here."""
 
 
+WITHOUT_FREQUENCIES = (
+    "performer_attention requires frequencies after value: draw them once by"
+    " performer.couplings.draw(key, 'pm-antithetic', num_features, head_dim)"
+)
+
+
 def explained(function: Callable) -> Callable:
-    """Explain unknown keywords of `INSTEAD` in the TypeError."""
+    """Explain unknown keywords of `INSTEAD`, and missing frequencies, in the TypeError."""
     names = set(inspect.signature(function).parameters)
 
     @wraps(function)
@@ -60,6 +66,8 @@ def explained(function: Callable) -> Callable:
         for name in options.keys() - names:
             if name in INSTEAD:
                 raise TypeError(f"{function.__name__} has no {name}: {INSTEAD[name]}")
+        if len(args) == 3 and "frequencies" not in options:
+            raise TypeError(WITHOUT_FREQUENCIES)
         return function(*args, **options)
 
     return call

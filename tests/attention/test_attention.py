@@ -304,6 +304,8 @@ def test_traced_options_are_refused():
 
 @pytest.mark.parametrize("name", refusals.INSTEAD)
 def test_keywords_of_other_functions_are_explained(name):
+    with pytest.raises(TypeError, match="requires frequencies after value: draw them once"):
+        performer_attention(*inputs()[:3])
     with pytest.raises(TypeError, match=f"performer_attention has no {name}: "):
         performer_attention(*inputs(), **{name: 1})
     with pytest.raises(TypeError, match="nonsense"):

@@ -208,3 +208,10 @@ def test_parts_of_another_shape_are_refused(parts, message):
     """Broadcast, columns of lengths would repeat the directions of the first blocks."""
     with pytest.raises(ValueError, match=message):
         couplings.Blocks(*parts)(jax.random.key(0), 8, 4)
+
+
+def test_a_coupling_as_an_attribute_is_explained():
+    with pytest.raises(AttributeError, match=r"taken by name: performer.couplings.get\('orf'\)"):
+        couplings.orf  # noqa: B018
+    with pytest.raises(AttributeError, match="'performer.couplings' has no attribute 'nonsense'"):
+        couplings.nonsense  # noqa: B018
