@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -117,3 +118,11 @@ def test_the_peak_is_that_of_the_longest_name_that_fits(monkeypatch):
         assert devices.peak_flops() == 4 * peak
     Device.device_kind = "cpu"
     assert devices.peak_flops() is None
+
+
+def test_the_peak_of_memory_is_in_gib_on_linux_and_macos(monkeypatch):
+    usage = SimpleNamespace(ru_maxrss=3 * 2**30)
+    monkeypatch.setattr(devices.resource, "getrusage", lambda _: usage)
+    for platform, gib in (("darwin", 3.0), ("linux", 3.0 * 1024)):
+        monkeypatch.setattr(devices.sys, "platform", platform)
+        assert devices.memory()["memory_gib"] == gib

@@ -9,6 +9,7 @@ gathers the parameters of each layer when needed (fully sharded data parallelism
 import json
 import os
 import resource
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -222,7 +223,8 @@ def memory() -> dict[str, float]:
     gib = 2.0**30
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return ({"device_memory_gib": max(peaks) / gib} if peaks else {}) | {"memory_gib": host / gib}
 
 
