@@ -217,7 +217,8 @@ def stream(
     new = jnp.where(number < 0, t, _nth(cast(Array, existing(keys)), number))  # in this call
     new_places = jnp.where(new < t, start + new, NOWHERE).astype(jnp.int32)
     places = jnp.minimum(state.places, new_places)
-    others = _without_first(keys, position, places[:, None])
+    at = places[:, None].astype(position.dtype)
+    others = _without_first(keys, position, at)
     buffer = _buffer(state.near, others, filled, (windows + 2) * w)
     done = (filled + t) // w * w  # tokens of the windows that this call completes
     entering = _where(jnp.arange((windows + 2) * w)[None] < done, buffer)
@@ -238,7 +239,7 @@ def stream(
     first = state.first
     if f:
         first = _either(state.first, _taken(keys, new))
-        given = state, first, buffer, entering, position, filled, places[:, None]
+        given = state, first, buffer, entering, position, filled, at
         selected, first = _first_of_stream(*given)
         rows = combine(rows, exact_rows(queries.exact, selected, scale))
     near = _taken(buffer, done + jnp.arange(2 * w)[None])
