@@ -425,17 +425,20 @@ def test_two_processes_train_stop_and_resume_as_one(bucket, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         hosts = f"--coordinator=localhost:{free.getsockname()[1]}", "--num_processes=2"
-    pair = [start(both, "--distributed", *hosts, f"--process_id={i}") for i in range(2)]
+    long = "--config.num_epochs=3.3"  # 144 steps: a fast machine has made 48 before it stops
+    pair = [start(both, long, "--distributed", *hosts, f"--process_id={i}") for i in range(2)]
     wait(pair[0], lambda: len(metrics.read(both / "metrics.jsonl")) > 5)
     pair[1].send_signal(signal.SIGTERM)
     outputs = [process.communicate()[0] for process in pair]
     assert [process.returncode for process in pair] == [safety.STOPPED] * 2, outputs
     step = metrics.read(both / "metrics.jsonl")[-1]["step"]
-    assert step < 48
+    assert step < 144
     assert checkpoint.complete_steps(both)[-1] == step
     assert not (both / "lock").exists()
     for workdir in (both, alone):
-        process = start(workdir)
+        process = start(workdir, long)
         output, _ = process.communicate()
         assert process.returncode == 0, output
-    assert_same_losses(*(metrics.read(each / "metrics.jsonl") for each in (both, alone)))
+    # Rounding on two devices grows to 1e-5 in a hundred steps.
+    records = (metrics.read(each / "metrics.jsonl") for each in (both, alone))
+    assert_same_losses(*([x for x in each if x["step"] <= step + 24] for each in records))
