@@ -40,7 +40,7 @@ from scipy import stats
 
 RESULTS = Path("experiments/results")
 TABLE = re.compile(r"(?:<!-- table: ((?:(?!-->)[\s\S])*?)\s*-->\n)?((?:^\|.*\n)+)", re.M)
-VERDICTS = re.compile(r"<!-- verdicts:.*?<!-- end of verdicts -->", re.S)
+GENERATED = re.compile(r"<!-- (verdicts|counts):.*?<!-- end of \1 -->", re.S)
 NUMBER = re.compile(r"(?<![\w.^])[+\-−]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d*\.?\d+)(?:e-?\d+)?%?(?!\w)")
 FUNCTIONS = ("first", "range", "mean", "two digits")
 Line = tuple[str, tuple[str, ...], dict[str, str]]
@@ -72,7 +72,7 @@ def cells(line: str) -> list[str]:
 
 def tables(page: Path) -> Iterator[Table]:
     """Yield the tables of a page, but those that `experiments.verdicts` writes."""
-    text = VERDICTS.sub("", page.read_text())
+    text = GENERATED.sub("", page.read_text())
     for comment, body in TABLE.findall(text):
         head, _, *rows = body.splitlines()
         yield Table(page, parsed(comment), cells(head), [cells(row) for row in rows])
