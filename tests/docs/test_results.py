@@ -4,6 +4,7 @@
 with its csv files, or "Test:" with the test that measures its numbers.
 """
 
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ def test_tables_of_numbers_name_their_csv_or_why_there_is_none(page):
 
 def exchanged(table: Table, rng: random.Random) -> Iterator[list[list[str]]]:
     """Yield the rows with two cells of a row exchanged, then with the values of two rows."""
+    assert isinstance(table.source, tables.Source)
     first = table.source.labels
     body = [list(row) for row in table.rows]
     pairs = [
@@ -99,3 +101,21 @@ def test_tables_name_what_makes_them(page):
             if measured and not re.search("verdict|expected|if exchanged", head):
                 assert source, f"{head}: no Data or Test below it"
                 assert not source.startswith("Data") or COMMAND.search(first + section), head
+
+
+def state_of(folder: Path) -> str:
+    """Return "" for a folder whose commands exist, else what is missing."""
+    if not (folder / "run.json").exists():
+        return "none"
+    commands = [run["command"] for run in json.loads((folder / "run.json").read_text())]
+    names = [x.replace(".", "/") for x in re.findall(r"-m ([\w.]+)", " ".join(commands))]
+    there = all(Path(f"{x}.py").exists() or Path(x, "__main__.py").exists() for x in names)
+    return "" if there else "program removed"
+
+
+def test_folders_have_a_command_of_today_or_are_listed():
+    folders = sorted({path.parent for path in tables.RESULTS.rglob("*.csv")})
+    states = {str(x.relative_to(tables.RESULTS)): state_of(x) for x in folders}
+    text = Path("docs/results/index.md").read_text()
+    listed = re.findall(r"^\| `(\S+)` \| (none|program removed) \|", text, flags=re.MULTILINE)
+    assert dict(listed) == {folder: state for folder, state in states.items() if state}
