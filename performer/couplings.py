@@ -216,10 +216,10 @@ COUPLINGS: dict[str, Coupling] = {
     "fixed": Blocks(directions.orthogonal, norms.fixed),
 }
 DEFAULT = "pm-antithetic"
-"""The default coupling of layers, conversions and analysis: unbiased, at no cost over others.
+"""The default coupling of layers, conversions and analysis: unbiased.
 
-As drawn it has the lowest attention error of the unbiased couplings; with full calibration it is no
-worse than "orf-antithetic" (docs, "Results")."""
+As drawn it has the lowest attention error of the unbiased couplings in the table; with full
+calibration it and "orf-antithetic" are each lower on some data (docs, "Results")."""
 _ANTITHETIC = "-antithetic"
 Name = Literal[
     "iid",

@@ -6,8 +6,8 @@ import pytest
 
 from experiments.common import statistics, tabular
 from experiments.kernels import matern
+from experiments.tabular import draws, uci
 from experiments.tabular import gp as uci_gp
-from experiments.tabular import uci
 from tests.support.small import read_csv
 
 FOURIER, _ = uci.SCHEMES
@@ -121,3 +121,17 @@ def test_matern(monkeypatch):
     assert few[0] > 1.1 * few[1]
     assert few[2] > 1.1 * few[3]
     np.testing.assert_allclose(np.array(few) / many, 4, rtol=0.12)
+
+
+def test_errors_of_the_draws_leave_the_folds_out():
+    """Folds that differ a thousandfold do not change the error of the draws."""
+    noise = np.random.default_rng(0).normal(size=(4, 50))
+    mean, error = draws.mean_of_draws(noise)
+    moved = draws.mean_of_draws(noise + np.array([[0.0], [10.0], [100.0], [1000.0]]))
+    assert moved == pytest.approx((mean + 277.5, error))
+    assert error == pytest.approx(np.sqrt(np.sum(noise.var(axis=1, ddof=1) / 50)) / 4)
+
+
+def test_a_ratio_of_paired_draws_has_no_error_if_they_are_proportional():
+    noise = np.random.default_rng(1).normal(3, 1, size=(4, 50))
+    assert draws.ratio_of_draws(0.5 * noise, noise) == pytest.approx((0.5, 0.0), abs=1e-12)
