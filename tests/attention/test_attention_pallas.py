@@ -71,7 +71,7 @@ def test_values_against_the_oracle(platform, monkeypatch):
     close(performer_attention(*args, is_causal=True, implementation=PALLAS), want)
 
 
-TOLERANCE = {np.float32: 3e-6, jnp.bfloat16: 3e-2}  # of two that both round to bfloat16
+TOLERANCE = {np.float32: 3e-6, jnp.bfloat16: 3e-2}  # of two that both round to bfloat16; seen: 9e-3
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,8 @@ def test_gradients_on_a_gpu(is_causal, spans, dtype, monkeypatch):
 def test_gradients_of_long_keys_on_a_gpu(monkeypatch):
     """Keys of norm 200: exponents of 2e4 have few digits, but the weights of a query sum to 1.
 
-    With these weights as they come from the forward pass, a distance is 1.2e-3.
+    With these weights as they come from the forward pass, a distance is 1.2e-3; the largest right
+    one is 2.9e-4 on each kind of processor, of exponents that XLA rounds too.
     """
     monkeypatch.setattr(which, "INTERPRET", "cuda")
     *tokens, frequencies = inputs(150, 150, n=2, m=64, h=32)

@@ -56,7 +56,7 @@ def test_draws_are_deterministic_and_prefixes(m, d):
     for name, (_, many, few) in first.items():
         assert many.shape == (m, d)
         assert many.dtype == jnp.float32
-        np.testing.assert_allclose(few, many[: m // 2], atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(few, many[: m // 2], atol=2e-6, err_msg=name)
         np.testing.assert_array_equal(many, again[name][1])
         assert not np.array_equal(many, other[name][1])
 
