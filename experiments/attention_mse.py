@@ -24,7 +24,7 @@ import numpy as np
 
 from experiments.attention import data
 from experiments.common import harness, launch
-from performer import calibration
+from performer import Exact, calibration
 from performer import couplings as known
 from performer.analysis import attention_error
 from performer.calibration import calibrate
@@ -155,10 +155,10 @@ def errors(
     for seed in range(data.DATA_SETS):
         pair = data.DATA[kind](squared_norm, seed, 2 * data.TOKENS)
         (query, others), (key, other_keys) = (jnp.split(x, 2) for x in pair)
-        how: Any = dict(coupling=name, method=method, scale=1.0, beside_exact=window > 0)
+        how: Any = dict(coupling=name, method=method, scale=1.0, mixed=window > 0)
         fitted = calibrate(others, other_keys, **how)
         options: Any = dict(num_features=m, draws=draws, seed=seed, scale=1.0, calibration=fitted)
-        error = attention_error(query, key, coupling=name, exact_window=window, **options)
+        error = attention_error(query, key, coupling=name, exact=Exact(window), **options)
         pairs.append((error.attention.value[0], error.uniform_attention[0]))
     scheme_errors, uniform = np.asarray(pairs, np.float64).T
     return scheme_errors, uniform

@@ -1,6 +1,8 @@
 """Random-feature attention (FAVOR+) with swappable couplings of the frequencies.
 
 performer_attention   softmax attention in linear time, estimated with random features
+Features    how the kernel is estimated: `Features.draw(key, "pm", num_features, head_dim)`
+Exact, Bias, alibi    exact pairs beside the features; what is added to q.k
 couplings   joint laws of the frequencies, by name: `couplings.get("pm")`
 norms, directions     the two parts of a coupling
 features    feature maps whose dot products estimate a kernel
@@ -29,6 +31,10 @@ attention start as fast as JAX.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from performer.attention import Bias as Bias
+from performer.attention import Exact as Exact
+from performer.attention import Features as Features
+from performer.attention import alibi as alibi
 from performer.attention import performer_attention as performer_attention
 
 if TYPE_CHECKING:
@@ -56,7 +62,7 @@ if TYPE_CHECKING:
     from performer.linearization import measure as measure
 
 __version__ = "0.1.0"
-__all__ = ["linearize", "measure", "performer_attention"]
+__all__ = ["Bias", "Exact", "Features", "alibi", "linearize", "measure", "performer_attention"]
 
 MODULES = (
     "analysis",

@@ -43,7 +43,7 @@ from jaxtyping import Array, Float
 from performer import couplings
 from performer.attention import performer_attention
 from performer.attention.masks import key_mask
-from performer.attention.values import Exact
+from performer.attention.values import NOT_EXACT, Exact, Features
 from performer.calibration import Calibration, fold, transform_keys, transform_queries
 from performer.numerics import finite
 from performer.refinement import is_near
@@ -173,7 +173,7 @@ def attention_error(
     is_causal: bool = False,
     seed: int = 0,
     most: int | None = None,
-    **exact: int,
+    exact: Exact = NOT_EXACT,
 ) -> AttentionError:
     """Measure the error of random-feature attention on these queries and keys.
 
@@ -187,7 +187,7 @@ def attention_error(
         value: (..., s, k, v), or None to leave out the errors of the output.
         coupling: a name that `performer.couplings.get` knows, or a coupling: any function
             (key, m, h) -> (m, h).
-        num_features: m; 0 for the pairs of an `exact_window` alone.
+        num_features: m; 0 for the pairs of an exact window alone.
         draws: D, independent draws of the frequencies. Each key head has its own; the leading axes
             share them. Draw i, (k, m, h), is
             `couplings.draw(jax.random.fold_in(jax.random.key(seed), i), coupling, m, h, k)`.
@@ -200,8 +200,7 @@ def attention_error(
         seed: of the draws.
         most: number of features up to which one program serves all; `num_features` if None or
             smaller.
-        exact: `exact_window`, `exact_first`, `exact_keys` and `exact_rows`, as there; keys are
-            chosen for each draw.
+        exact: exact pairs, as there; keys are chosen for each draw.
 
     Returns:
         Arrays (..., n).
@@ -209,7 +208,6 @@ def attention_error(
     Raises:
         ValueError: when shapes or dtypes do not fit, for an unknown coupling or one that does not
             give (m, h), fewer than 3 draws or 1 feature, or a batch entry without keys.
-        TypeError: for another option of `performer_attention`, whose attention is not measured.
 
     Example:
         >>> error = attention_error(query, key, value, num_features=128)
@@ -218,16 +216,8 @@ def attention_error(
     if draws < 3:
         raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
     lead, h = query.shape[:-3], query.shape[-1]
-    selected = Exact(*(exact.pop(f"exact_{name}", 0) for name in Exact._fields))
-    if exact:
-        raise TypeError(
-            f"attention_error has no {', '.join(exact)}: it measures positive features without bias"
-            " of the distance or packed sequences; for others compare"
-            " performer.attention.attention_weights with softmax attention"
-        )
     most = max(1, num_features, most or 0)
-    options = selected.options | dict(calibration=calibration, scale=scale, is_causal=is_causal)
-    _check(query, key, value, coupling, num_features, options)
+    _check((query, key, value), coupling, num_features, calibration, exact, scale, is_causal)
     tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
     m, k, keys = num_features, key.shape[-2], jax.random.key(seed)
     frequencies = np.zeros((draws, k, 0, h), np.float32)
@@ -239,7 +229,7 @@ def attention_error(
     if fitted.root is not None:  # `fold` leaves out det L, which attention does not see
         log_det = np.linalg.slogdet(np.asarray(fitted.root, np.float64)).logabsdet
         log_weights = log_weights + np.asarray(log_det, np.float32)[..., None]
-    near, chooses = selected if any(selected) else None, selected.keys > 0
+    near, chooses = exact if any(exact) else None, exact.keys > 0
     static = is_causal, chooses
     sums, norms = _measure(*tokens, exists, fitted, frequencies, log_weights, near, *static)
     sums, norms = jax.tree.map(  # (b, n, ...) -> (..., n, ...)
@@ -271,7 +261,7 @@ def recommend(
     coupling: str | Coupling = couplings.DEFAULT,
     tolerance: float,
     limit: int = 1024,
-    exact_keys: int = 0,
+    exact: Exact = NOT_EXACT,
     show: Callable[[str], Any] | None = None,
     **options: Any,
 ) -> Recommendation:
@@ -287,10 +277,9 @@ def recommend(
         coupling: as for `attention_error`.
         tolerance: above 0.
         limit: the most features to try, at least 2. One program measures all of them.
-        exact_keys: the most exact keys to try; none, half of them and all are tried.
+        exact: exact pairs; its `keys` are the most to try: none, half of them and all are tried.
         show: is given a line for each number that was tried; None prints them to a terminal.
-        options: draws, calibration, scale, mask, is_causal, seed and other exact pairs, as for
-            `attention_error`.
+        options: draws, calibration, scale, mask, is_causal and seed, as for `attention_error`.
 
     Raises:
         ValueError: for a tolerance or limit that is too small, an error that is no number, and as
@@ -304,8 +293,9 @@ def recommend(
         raise ValueError(f"tolerance must be positive, such as 0.1, got {tolerance}")
     if limit < 2:
         raise ValueError(f"limit must be at least 2, the fewest features tried, got {limit}")
-    for m, f in by_cost([2**i for i in range(1, limit.bit_length())], exact_keys):
-        how: Any = dict(coupling=coupling, num_features=m, most=limit, exact_keys=f)
+    for m, f in by_cost([2**i for i in range(1, limit.bit_length())], exact.keys):
+        how: Any = dict(coupling=coupling, num_features=m, most=limit)
+        how["exact"] = exact._replace(keys=f)
         error = attention_error(query, key, **how, **options)
         mean = float(error.attention.value.mean())
         if not np.isfinite(mean):
@@ -348,10 +338,11 @@ def _print(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _check(query, key, value, coupling, m, options) -> None:
+def _check(tokens, coupling, m, calibration, exact, scale, is_causal) -> None:
     """Check shapes and sizes, also by tracing the op; raises ValueError."""
-    if m < (0 if options["exact_window"] else 1):
-        raise ValueError(f"num_features must be at least 1 without exact_window, got {m}")
+    query, key, value = tokens
+    if m < (0 if exact.window else 1):
+        raise ValueError(f"num_features must be at least 1 without an exact window, got {m}")
     if key.shape[:-3] != query.shape[:-3] or not query.size:
         raise ValueError(
             f"query has shape {query.shape} and key {key.shape}: their batch axes must be the same,"
@@ -367,8 +358,9 @@ def _check(query, key, value, coupling, m, options) -> None:
                 f"the coupling gives frequencies {got}; expected an array with one row for each"
                 f" feature, {(m, h)}"
             )
-    attend = partial(performer_attention, **options)
-    jax.eval_shape(attend, query, key, key if value is None else value, frequencies)
+    features = Features(frequencies, calibration, exact=exact)
+    attend = partial(performer_attention, scale=scale, is_causal=is_causal)
+    jax.eval_shape(attend, query, key, key if value is None else value, features)
 
 
 def _tokens(query, key, value, calibration, scale, mask):

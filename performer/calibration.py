@@ -111,7 +111,7 @@ def calibrate(
     mask: ArrayLike | None = None,
     is_causal: bool = False,
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
-    beside_exact: bool = False,
+    mixed: bool = False,
 ) -> Calibration:
     """Fit a calibration to queries and keys, for each key head.
 
@@ -126,7 +126,7 @@ def calibrate(
         mask: keys that exist, as in `performer_attention`.
         is_causal: only pairs whose key is not later than the query.
         segment_ids: only pairs of one segment, as in `performer_attention`.
-        beside_exact: for attention with `exact_keys` or an `exact_window`. A tilt is then never
+        mixed: for attention with exact keys or an exact window. A tilt is then never
             traceless.
 
     Raises:
@@ -135,18 +135,19 @@ def calibrate(
             are not detected: the calibration is then the identity.
 
     Example:
-        >>> calibration = calibrate(query, key, coupling="orf-antithetic")
-        >>> frequencies = performer.couplings.draw(random_key, "orf-antithetic", 128, 64, 12)
-        >>> output = performer.performer_attention(
-        ...     query, key, value, frequencies, calibration=calibration
-        ... )
+        >>> fitted = calibrate(query, key, coupling="orf-antithetic")
+        >>> features = performer.Features.draw(random_key, "orf-antithetic", 128, 64, 12)
+        >>> features = dataclasses.replace(features, calibration=fitted)
+        >>> output = performer.performer_attention(query, key, value, features)
+
+        `features.calibrated(query, key)` does the same.
     """
     parts(method, coupling)
     pairs: Any = dict(mask=mask, is_causal=is_causal, segment_ids=segment_ids)
     moments = pair_moments(query, key, scale=scale, **pairs)
     if not isinstance(moments, Tracer):
         _require_pairs(np.asarray(moments))
-    return fit(moments, method=method, coupling=coupling, beside_exact=beside_exact)
+    return fit(moments, method=method, coupling=coupling, mixed=mixed)
 
 
 def _require_pairs(moments: np.ndarray) -> None:
@@ -275,7 +276,7 @@ def fit(
     moments: Moments,
     method: str = "full",
     coupling: str | Coupling | None = None,
-    beside_exact: bool = False,
+    mixed: bool = False,
 ) -> Calibration:
     """Fit a calibration to moments; the identity where no pair was counted.
 
@@ -283,12 +284,12 @@ def fit(
         moments: result of `pair_moments`, or a mean of several.
         method: as for `calibrate`.
         coupling: as for `calibrate`.
-        beside_exact: as for `calibrate`.
+        mixed: as for `calibrate`.
 
     Raises:
         ValueError: for an unknown method or coupling.
     """
-    return _fit(moments, parts(method, coupling, beside_exact))
+    return _fit(moments, parts(method, coupling, mixed))
 
 
 @partial(jax.jit, static_argnums=1)
@@ -403,7 +404,7 @@ def log_determinant(root: Float[Array, "*k h h"]) -> Float[Array, "*k"]:
 
 
 def parts(
-    method: str, coupling: str | Coupling | None = None, beside_exact: bool = False
+    method: str, coupling: str | Coupling | None = None, mixed: bool = False
 ) -> tuple[str, ...]:
     """Parts of a method: ("shift", "scale") of "shift+scale".
 
@@ -425,7 +426,7 @@ def parts(
         raise ValueError(f"calibration {method!r}: use one of {', '.join(SAMPLING)}")
     if coupling is not None and couplings.common_lengths(coupling) is False:
         return names
-    tilt = "proposal" if beside_exact else "traceless"
+    tilt = "proposal" if mixed else "traceless"
     return tuple(tilt if name == "tilt" else name for name in names)
 
 

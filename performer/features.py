@@ -61,7 +61,7 @@ class FeatureMap(Value):
             omits it for queries, which are normalised.
         weight: factor of a_i in the features; attention ignores it.
         exponential: True if each feature is one of `positive`. Required by calibration, which
-            samples them, and by the stabiliser "google".
+            samples them.
 
     Raises:
         ValueError: for an unknown kernel.
@@ -71,7 +71,8 @@ class FeatureMap(Value):
         ...     return jnp.zeros_like(half), projections**2
         >>> feature_map = features.FeatureMap(squares)
         >>> phi = feature_map(q, w)
-        >>> output = performer.performer_attention(q, k, v, w, feature_map=feature_map)
+        >>> squared = performer.Features(w, feature_map=feature_map)
+        >>> output = performer.performer_attention(q, k, v, squared)
     """
 
     split: Callable[[Array, Array], Split]

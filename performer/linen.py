@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from performer import couplings
+from performer.attention import Bias, Features
 from performer.attention.dropin import attention_fn
 from performer.choices import optional
 from performer.typing import Coupling
@@ -27,12 +28,13 @@ class PerformerAttention(linen.Module):
     layers need `variable_axes={"params": 0, "frequencies": 0}`.
 
     Args:
-        num_features: m, number of frequencies per head; 0 for the pairs of an `exact_window` alone.
+        num_features: m, number of frequencies per head; 0 for the pairs of an exact window alone.
         coupling: name of a coupling, as of `performer.couplings.get`, or a coupling.
         is_causal: query i attends to the keys up to i; linen's layer has no argument for it.
-        options: constant keywords of `performer.performer_attention`, such as `calibration` and
-            `feature_map`. `exact_window`, `exact_first` and `alibi_slopes` require self attention,
-            with or without a decoding cache.
+        features: constant fields of `performer.Features`, such as `calibration`, `feature_map` and
+            `exact`.
+        options: constant keywords of `performer.performer_attention`, such as `bias` and `scale`. A
+            window and a decay require self attention, with or without a decoding cache.
 
     Raises:
         ValueError: for an unknown coupling or sizes that it does not admit, at `init`, or for
@@ -52,6 +54,7 @@ class PerformerAttention(linen.Module):
     num_features: int
     coupling: str | Coupling = couplings.DEFAULT
     is_causal: bool = False
+    features: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @linen.compact
@@ -90,7 +93,7 @@ class PerformerAttention(linen.Module):
             query,
             key,
             value,
-            frequencies=frequencies,
+            features=Features(frequencies, coupling=self.coupling, **self.features),
             mask=mask,
             dropout_rate=dropout_rate,
             deterministic=deterministic,
@@ -99,7 +102,8 @@ class PerformerAttention(linen.Module):
             qk_attn_weights_einsum=qk_attn_weights_einsum,
             attn_weights_value_einsum=attn_weights_value_einsum,
             is_causal=self.is_causal,
-            **self.options,
+            own_bias=self.options.get("bias"),
+            **{name: x for name, x in self.options.items() if name != "bias"},
         )
 
 
@@ -108,8 +112,8 @@ def performer_attention_fn(
     key: Float[Array, "*b s n h"],
     value: Float[Array, "*b s n v"],
     *,
-    frequencies: Float[Array, "*n m h"] | None,
-    bias: ArrayLike | None = None,
+    features: Features | Float[Array, "*n m h"],
+    bias: Any = None,
     mask: ArrayLike | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: Array | None = None,
@@ -122,11 +126,12 @@ def performer_attention_fn(
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
     is_causal: bool = False,
+    own_bias: Bias | None = None,
     **options: Any,
 ) -> Float[Array, "*b t n v"]:
     """FAVOR+ as the `attention_fn` of `linen.MultiHeadDotProductAttention`.
 
-    Give the frequencies and options by `functools.partial`. `PerformerAttention` draws and keeps
+    Give the features and options by `functools.partial`. `PerformerAttention` draws and keeps
     them. What linear attention cannot compute is an error.
 
     linen passes only keywords of a function's signature, so all of them are named here.
@@ -135,9 +140,8 @@ def performer_attention_fn(
         query: (..., t, n, h).
         key: (..., s, n, h).
         value: (..., s, n, v).
-        frequencies: (m, h), or (n, m, h) with one draw for each head; None for the pairs of an
-            `exact_window` alone.
-        bias: must be None.
+        features: `performer.Features`, or frequencies (m, h) or (n, m, h).
+        bias: None or a `performer.Bias`; not an array.
         mask: mask of keys, broadcasting to (..., 1, 1, s). For linen's dense causal masks pass
             is_causal=True instead.
         broadcast_dropout: ignored.
@@ -152,9 +156,9 @@ def performer_attention_fn(
         qk_attn_weights_einsum: must be None.
         attn_weights_value_einsum: must be None.
         is_causal: query i attends to the keys up to i.
-        options: keywords of `performer.performer_attention`, such as `calibration` and
-            `feature_map`. `exact_window`, `exact_first` and `alibi_slopes` require self attention,
-            with or without a decoding cache.
+        own_bias: a constant bias, added to `bias`.
+        options: keywords of `performer.performer_attention`, such as `scale`. A window and a decay
+            require self attention, with or without a decoding cache.
 
     Returns:
         (..., t, n, v).
@@ -163,8 +167,8 @@ def performer_attention_fn(
         ValueError: for what linear attention cannot compute; the message has the fix.
 
     Example:
-        >>> frequencies = couplings.draw(jax.random.key(0), "pm", 128, 64, 12)
-        >>> attention_fn = partial(performer_attention_fn, frequencies=frequencies)
+        >>> features = performer.Features.draw(jax.random.key(0), "pm", 128, 64, 12)
+        >>> attention_fn = partial(performer_attention_fn, features=features)
         >>> layer = linen.MultiHeadDotProductAttention(12, attention_fn=attention_fn)
     """
     if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
@@ -176,9 +180,10 @@ def performer_attention_fn(
         query,
         key,
         value,
-        frequencies,
+        features,
         mask=mask,
         bias=bias,
+        own_bias=own_bias,
         dropout_rate=dropout_rate,
         deterministic=deterministic,
         dtype=dtype,

@@ -10,15 +10,15 @@ which led to better models than the squared error. A part of the examples is hel
 keeps the parameters with the lowest held-out loss, and the search stops early when no head
 improves. The result is no longer unbiased.
 
-Beside an exact window (`exact_window` of `performer_attention`) only far pairs are estimated, by
+Beside an exact window only far pairs are estimated, by
 features all of whose parameters move (`Far`). Near pairs are exact in A^ and do not move them.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention import attention_weights
-from performer.attention.values import NOT_EXACT, Exact
+from performer.attention.values import NOT_EXACT, Exact, Features
 from performer.calibration import (
     Calibration,
     fit,
@@ -159,6 +159,11 @@ class Far(NamedTuple):
         """Weights of the features, as `performer_attention` accepts them."""
         return jnp.exp(self.bias + self.weight[:, None]) / self.bias.shape[-1]
 
+    def features(self, exact: Exact = NOT_EXACT) -> Features:
+        """The features as `performer_attention` accepts them, beside these exact pairs."""
+        learned = dict(weights=self.weights, query_frequencies=self.w_query, feature_map=LEARNED)
+        return Features(self.w_key, exact=exact, **cast(Any, learned))
+
 
 def _learned(projections: Array, half: Array) -> tuple[Array, None]:
     del half
@@ -169,37 +174,12 @@ LEARNED = FeatureMap(_learned, kernel="softmax")
 """exp(w.x), the feature map of `learned_estimate`: it estimates e^{q.k} once it has learned to."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Linear:
-    """Random-feature attention in the place of one layer."""
-
-    frequencies: Float[Array, "*l k m h"] | None
-    """None for exact pairs alone."""
-    calibration: Calibration | None = None
-    query_frequencies: Float[Array, "*l k m h"] | None = None
-    """With `weights`, learned features (`refine_far`)."""
-    weights: Float[Array, "*l k m"] | None = None
-    exact: Exact = field(default=NOT_EXACT, metadata={"static": True})
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keywords of `performer_attention`."""
-        arrays = {name: x for name, x in vars(self).items() if name != "exact" and x is not None}
-        learned = {} if self.weights is None else {"feature_map": LEARNED}
-        return {"frequencies": None} | arrays | learned | self.exact.options
-
-
 def performer_estimate(
-    frequencies: Float[Array, "k m h"] | None,
-    attention: Linear,
-    sample: Sample,
-    is_causal: bool = False,
+    features: Features, sample: Sample, is_causal: bool = False
 ) -> Float[Array, "b n t s"]:
-    """A^ of this attention, with other frequencies."""
-    options: Any = replace(attention, frequencies=frequencies).options
-    options |= dict(mask=sample.keys[:, None, None], segment_ids=sample.segments)
-    return attention_weights(*sample[:2], is_causal=is_causal, **options)
+    """A^ of these features."""
+    options: Any = dict(mask=sample.keys[:, None, None], segment_ids=sample.segments)
+    return attention_weights(*sample[:2], features, is_causal=is_causal, **options)
 
 
 Fixed = tuple[Calibration | None, Exact]
@@ -360,7 +340,7 @@ def calibrated_far(
     """
     far_pairs = sample.pairs(is_causal) & ~sample.near(exact)
     moments = pair_moments(*sample[:2], mask=far_pairs, num_queries=64)
-    calibration = fit(moments, method, coupling, exact.is_mixed)
+    calibration = fit(moments, method, coupling, exact.mixed)
     _, w_key, log_weights = fold(calibration, frequencies)
     far = Far.of(jnp.broadcast_to(w_key, frequencies.shape))
     if log_weights is not None and calibration.root is not None:
@@ -518,10 +498,7 @@ def refine_far(
 
         `performer_attention` runs the result:
 
-        >>> output = performer_attention(
-        ...     q, k, v, far.w_key, query_frequencies=far.w_query, weights=far.weights,
-        ...     feature_map=LEARNED, is_causal=True, **exact.options,
-        ... )
+        >>> output = performer_attention(q, k, v, far.features(exact), is_causal=True)
     """
     fixed = calibration, traced(exact)
     options |= dict(steps=steps, is_causal=is_causal)
@@ -550,6 +527,40 @@ def at_least_near(
     ]
     kept = (errors[0] < errors[1]) | jnp.isnan(errors[1]) | (fixed[1].window == 0)
     return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
+
+
+def refined(
+    features: Features, sample: Sample, *, steps: int, is_causal: bool = False
+) -> Features:
+    """Features with frequencies moved towards softmax attention by `transfer`.
+
+    Calibration and exact pairs stay. All parameters of the features of far pairs move in
+    `refine_far`.
+
+    Args:
+        features: positive, with frequencies for each key head (a shared draw becomes one for each).
+        sample: queries and keys of the layer.
+        steps: largest number of steps of Adam, rounded up as in `transfer`.
+        is_causal: query i sees the keys up to i.
+
+    Raises:
+        ValueError: for other features, and steps that are not a positive integer.
+
+    Example:
+        >>> features = Features.draw(random_key, "orf-antithetic", 8, 64, 12).calibrated(q, k)
+        >>> features = refined(features, Sample.of(q, k), steps=2)
+    """
+    w = features.frequencies
+    if w is None or not features.map.exponential or features.weights is not None:
+        raise ValueError(
+            "refinement moves the frequencies of positive features without weights, got"
+            f" feature_map={features.map}, {'no' if w is None else 'given'} frequencies and"
+            f" {'no' if features.weights is None else 'given'} weights"
+        )
+    w = jnp.broadcast_to(w, (sample.key.shape[2], *w.shape[-2:]))
+    fixed = features.calibration, traced(features.exact)
+    how: Any = dict(steps=steps, is_causal=is_causal)
+    return replace(features, frequencies=transfer(positive_estimate, w, fixed, sample, **how))
 
 
 def _losses(estimate, loss, is_causal, fixed, sample: Sample, trained) -> Float[Array, " k"]:

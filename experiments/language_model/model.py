@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from performer import performer_attention
+from performer import attention
 from performer.nnx import PerformerAttention
 from vit import config as configs
 from vit.config import Config
@@ -77,10 +77,8 @@ class Attention(nnx.MultiHeadAttention):
         """
         query, key, value = self.projected(x, place)
         if isinstance(self.attention_fn, PerformerAttention):
-            options: Any = self.attention_fn.estimate | dict(initial_state=state)
-            output, state = performer_attention(
-                query, key, value, **options, is_causal=True, return_state=True
-            )
+            features, options = self.attention_fn.features, self.attention_fn.options
+            output, state = attention.stream(query, key, value, features, state, **options)
             return self.out(output), state
         start = (0, state.position, 0, 0)
         keys = jax.lax.dynamic_update_slice(state.key, key, start)

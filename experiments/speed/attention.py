@@ -16,7 +16,7 @@ import jax
 
 from experiments.common import harness, timing
 from experiments.speed.baselines import IMPLEMENTATIONS, inputs
-from performer import performer_attention
+from performer.attention import stream
 
 Row = dict[str, Any]
 FORWARD, BOTH = "forward", "forward + backward"
@@ -116,17 +116,16 @@ def rounds(scale: Scale) -> tuple[list[Row], list[Row]]:
 
 def decoding(scale: Scale, heads: int = 12) -> Row:
     """Time sixteen tokens one by one, after many tokens and after few."""
-    causal = partial(performer_attention, is_causal=True, return_state=True)
-    step, token = jax.jit(causal), inputs(1, heads)[:4]
+    step, token = jax.jit(stream), inputs(1, heads)[:4]
 
     def decode(state: Any) -> Any:
         for _ in range(16):
-            _, state = step(*token, initial_state=state)
+            _, state = step(*token, state)
         return state
 
     lengths, programs = (65536 // scale.divisor, 1024 // scale.divisor), {}
     for length in lengths:
-        _, state = jax.block_until_ready(jax.jit(causal)(*inputs(length, heads)[:4]))
+        _, state = jax.block_until_ready(step(*inputs(length, heads)[:4]))
         programs[str(length)] = timing.Program(partial(decode, state), 0.0, 0)
     shape, repeats = token[0].shape, max(50 // scale.divisor, 7)
     long, short = measured(programs, FORWARD, shape, repeats).values()

@@ -4,8 +4,7 @@
 float32 features of all tokens, W broadcast to every batch entry and head, one maximum over all keys
 of a head, an epsilon. Causal attention takes one step of a scan per token, once for the numerator
 and once for the denominator; as in the published JAX code, the backward pass scans from the end and
-takes the tokens out of the sums again. It stands for the time and memory of the published code. Its
-values are available in the library as `stabilizer="google"`, which computes them in blocks.
+takes the tokens out of the sums again. It stands for the time and memory of the published code.
 
 All take heads in the second last axis, (b, n, h, d), as `performer_attention` does. On a GPU the
 public algorithm and exact attention have the backend's default precision, as their users do.
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from performer import couplings, performer_attention
+from performer import Exact, Features, couplings, performer_attention
 
 M, D = 128, 64
 """Frequencies, width of a head."""
@@ -93,6 +92,14 @@ def exact(query, key, value, frequencies, **options):
 
 blocked = partial(performer_attention, implementation="blocked")
 
+
+def windowed(window, query, key, value, frequencies, **options):
+    """Compute random-feature attention beside an exact window."""
+    features = Features(frequencies, exact=Exact(window))
+    return blocked(query, key, value, features, **options)
+
+
+
 IMPLEMENTATIONS = {
     "ours": blocked,
     "public": public,
@@ -106,8 +113,8 @@ IMPLEMENTATIONS = {
     "kernel, causal": partial(performer_attention, implementation="pallas", is_causal=True),
 }
 for _w in (16, 32, 64):
-    IMPLEMENTATIONS[f"window {_w}"] = partial(blocked, exact_window=_w)
-    IMPLEMENTATIONS[f"window {_w}, causal"] = partial(blocked, exact_window=_w, is_causal=True)
+    IMPLEMENTATIONS[f"window {_w}"] = partial(windowed, _w)
+    IMPLEMENTATIONS[f"window {_w}, causal"] = partial(windowed, _w, is_causal=True)
 
 
 def inputs(tokens: int, heads: int, batch: int = 1, dtype: Any = jnp.float32) -> list[jax.Array]:

@@ -29,7 +29,7 @@ import numpy as np
 
 from experiments.common import harness, statistics, timing
 from experiments.speed import lengths, vit
-from performer import attention, calibration, couplings, performer_attention
+from performer import Bias, Features, attention, couplings, performer_attention
 
 LENGTHS = (197, 512, 1024, 2048, 4096, 16384, 65536)
 WINDOWS = ("ours", "kernel", "window 16", "window 32")
@@ -77,26 +77,28 @@ def errors(
     coupling: Any = couplings.get("pm")
     draw = partial(coupling, m=m, d=h)
     frequencies = (jax.vmap(draw) if draws else draw)(keys).astype(dtype).astype(jnp.float32)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"bias": Bias()}
     if lengths:
         options["key_value_seq_lengths"] = jnp.array([tokens, tokens // 3])
     if weighted:
-        options["key_log_weights"] = jnp.asarray(rng.standard_normal((batch, tokens)), jnp.float32)
+        weights = jnp.asarray(rng.standard_normal((batch, tokens)), jnp.float32)
+        options["bias"] = Bias(keys=weights)
+    features = Features(frequencies)
     if calibrated:
-        options["calibration"] = calibration.calibrate(query, key, method="shift+scale")
+        features = features.calibrated(query, key, "shift+scale")
 
-    def both(implementation, tokens, gradient, frequencies, options):
+    def both(implementation, tokens, gradient, features, options):
         call = partial(performer_attention, implementation=implementation, **options)
-        call = partial(call, frequencies=frequencies, is_causal=is_causal)
+        call = partial(call, features=features, is_causal=is_causal)
         output, pull = jax.vjp(call, *tokens)
         return output, *pull(gradient.astype(output.dtype))
 
-    args = (query, key, value), gradient, frequencies, options
-    paths = attention.explain(query, key, value, frequencies, implementation="pallas", **options)
+    args = (query, key, value), gradient, features, options
+    paths = attention.explain(query, key, value, features, implementation="pallas", **options)
     path = next(line for line in paths.splitlines() if "(here)" in line)
     got = jax.jit(partial(both, "pallas"))(*args)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        want = both("direct", *jax.tree.map(wide, args))
+        want = both("robust", *jax.tree.map(wide, args))
         output, *gradients = (
             float(statistics.relative_error(np.asarray(wide(x)), np.asarray(y)))
             for x, y in zip(got, want, strict=True)

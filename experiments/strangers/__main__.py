@@ -19,13 +19,14 @@ import performer
 from experiments.common import launch
 from experiments.strangers.data import IGNORED, READERS, Data
 from experiments.strangers.models import MODELS, Model
+from performer import Exact
 from performer.linearization.report import Report
 from vit.reports import report
 
 BATCH = 64
 """Examples at once."""
-BIDIRECTIONAL = dict(exact_keys=16, exact_rows=1)
-CAUSAL = dict(exact_window=16, exact_first=1, num_features=16)
+BIDIRECTIONAL = dict(exact=Exact(keys=16, rows=1))
+CAUSAL = dict(exact=Exact(window=16, first=1), num_features=16)
 REFINED = dict(refine_steps=300)
 
 

@@ -15,15 +15,16 @@ from experiments.common import launch
 from experiments.strangers.__main__ import rows_of
 from experiments.strangers.data import READERS, Data, Examples
 from experiments.strangers.models import MODELS
+from performer import Exact
 from vit.reports import report
 
 
 def recipes(windows: Sequence[int], steps: int) -> dict[str, dict[str, Any]]:
     """Return options of `performer.linearize`: windows alone, and half of each with features."""
-    alone = {f"window of {w}": dict(num_features=0, exact_window=w, exact_first=1) for w in windows}
-    refined = dict(exact_first=1, refine_steps=steps)
+    alone = {f"window of {w}": dict(num_features=0, exact=Exact(w, first=1)) for w in windows}
+    refined = dict(refine_steps=steps)
     halves = {
-        f"window of {w // 2}, m = {w // 2}": dict(num_features=w // 2, exact_window=w // 2)
+        f"window of {w // 2}, m = {w // 2}": dict(num_features=w // 2, exact=Exact(w // 2, first=1))
         for w in windows
     }
     return alone | {name: sizes | refined for name, sizes in halves.items()}

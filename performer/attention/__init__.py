@@ -20,7 +20,8 @@ both at once. The modules, in the order in which a call meets them:
     op          `performer_attention`
     refusals    what a call refuses, as a table
     masks       masks, lengths, decay and segments as arrays
-    values      the values of a call: Tokens, Estimate, Exact, Pairs, Plan
+    values      the values of a call: Tokens, Features, Exact, Pairs, Call, Plan
+    bias        Bias: numbers of keys, and decay by distance
     maps        tokens and frequencies -> features, after calibration, scale and weights
     state       the state and its monoid: keys -> state, state and queries -> rows
     sweep       causal and packed attention, chunk by chunk
@@ -33,9 +34,12 @@ both at once. The modules, in the order in which a call meets them:
     dropin      the common part of the layers for Flax
 """
 
+from performer.attention.bias import Bias as Bias
+from performer.attention.bias import alibi as alibi
 from performer.attention.op import attention_weights as attention_weights
 from performer.attention.op import explain as explain
 from performer.attention.op import performer_attention as performer_attention
+from performer.attention.op import stream as stream
 from performer.attention.parallel import earlier_devices as earlier_devices
 from performer.attention.parallel import over_devices as over_devices
 from performer.attention.state import State as State
@@ -43,3 +47,4 @@ from performer.attention.state import WindowState as WindowState
 from performer.attention.state import combine as combine
 from performer.attention.state import ratio as ratio
 from performer.attention.values import Exact as Exact
+from performer.attention.values import Features as Features

@@ -8,19 +8,22 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
+from performer.attention.bias import Bias
 from performer.attention.masks import key_mask
 from performer.attention.op import attention_weights, performer_attention
-from performer.attention.refusals import INSTEAD
+from performer.attention.refusals import check_bias
+from performer.attention.values import Features, as_features
 
 
 def attention_fn(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
     value: Float[Array, "*b s k v"],
-    frequencies: Float[Array, "*n m h"] | None,
+    features: Features | Float[Array, "*n m h"],
     *,
     mask: ArrayLike | None,
-    bias: ArrayLike | None,
+    bias: Any,
+    own_bias: Bias | None = None,
     is_causal: bool,
     dropout_rate: float,
     deterministic: bool,
@@ -30,6 +33,7 @@ def attention_fn(
 ) -> tuple[Float[Array, "*b t n v"], Float[Array, "*b n t s"] | None]:
     """The output, and with `weights` the attention matrix; options of `performer_attention`.
 
+    `bias` is the argument of Flax's layers, `own_bias` a constant of the layer; they are added.
     One query with a mask over several keys decodes with a cache: window and distances are those of
     the last key that exists.
 
@@ -37,8 +41,7 @@ def attention_fn(
         ValueError: for attention dropout, causal attention of fewer queries than keys, and as
             `performer_attention`.
     """
-    if bias is not None:
-        raise ValueError(f"bias: {INSTEAD['bias']}")
+    features, bias = as_features(features), check_bias(bias) + (own_bias or Bias())
     if dropout_rate != 0 and not deterministic:  # also NaN and negative rates
         raise ValueError(
             f"linear attention has no attention weights to drop (dropout_rate={dropout_rate}); set"
@@ -54,19 +57,19 @@ def attention_fn(
         )
     if dtype is not None:
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    positional = options.get("exact_window") or options.get("alibi_slopes") is not None
+    positional = features.exact.window or bias.decay is not None
     position = None
     if positional and mask is not None and t == 1 < s:
         position, is_causal = _last(mask, key), True
         query = jnp.where(position, query, 0)
-    options |= dict(mask=mask, is_causal=is_causal)
-    output = performer_attention(query, key, value, frequencies, **options)
+    options |= dict(mask=mask, is_causal=is_causal, bias=bias)
+    output = performer_attention(query, key, value, features, **options)
     output = _row(output, position, -3)
     if not return_weights:
         return output, None
     if options.get("implementation") == "pallas":  # unit values are as wide as there are keys
         options["implementation"] = None
-    return output, _row(attention_weights(query, key, frequencies, **options), position, -2)
+    return output, _row(attention_weights(query, key, features, **options), position, -2)
 
 
 def mask_of_keys(mask: ArrayLike | None) -> tuple[ArrayLike | None, bool]:

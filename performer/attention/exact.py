@@ -3,10 +3,10 @@
 All share one normaliser with the estimate sum_j phi_j(q) phi_j(k) of the other pairs: a sparse
 correction of a low-rank estimate (Chen et al. 2021), but of the kernel. The estimate must be the
 kernel here, not up to a factor of the row: the maps include the query's half norm, 1 / m, and the
-determinant and the shift of a calibration (`Estimate.absolute`). Logits of exact pairs are products
+determinant and the shift of a calibration (`Plan.absolute`). Logits of exact pairs are products
 of queries and keys as given: M q and M^-1 k have the same one only up to the condition of M.
 
-Near keys: a sequence is cut into windows of `exact_window` tokens. A query attends to the keys of
+Near keys: a sequence is cut into windows of `Exact.window` tokens. A query attends to the keys of
 its own and the previous window (and the next, if not causal) by e^{q.k} itself, and to far keys by
 their features (`sweep`). The first keys, which attract much attention in trained models (Xiao et
 al. 2024), may also be exact for every query.
@@ -33,8 +33,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention import decay
 from performer.attention.state import (
-    Features,
     Keys,
+    Map,
     Queries,
     State,
     WindowState,
@@ -53,7 +53,7 @@ from performer.typing import float32_or_wider
 
 NOWHERE = 2**31 - 1
 """Place of a first key that has not been seen yet."""
-Maps = tuple[Features, Features]
+Maps = tuple[Map, Map]
 """Features of queries and of keys."""
 
 

@@ -4,7 +4,8 @@ Calibration, scale and weights of features are applied here: the sums over keys 
 """
 
 import math
-from functools import reduce
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,19 +14,18 @@ from jax.core import max_dim
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer import features
+from performer import features as maps
 from performer.attention import masks, refusals
-from performer.attention.state import Features, Keys, extended, heads_first
-from performer.attention.values import Estimate, Pairs, Tokens, state_heads
+from performer.attention.state import Keys, Map, extended, heads_first
+from performer.attention.values import Features, Pairs, Plan, Tokens, as_features, state_heads
 from performer.calibration import (
-    Calibration,
     fold,
     for_heads,
     log_determinant,
     transform_keys,
     transform_queries,
 )
-from performer.numerics import dot, finite, weighted
+from performer.numerics import dot, weighted
 from performer.typing import float32_or_wider
 
 
@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
     """Queries before calibration, if exact pairs need them."""
 
 
-def arguments(tokens: Tokens, estimate: Estimate, pairs: Pairs) -> Arguments:
+def arguments(tokens: Tokens, features: Features, pairs: Pairs, plan: Plan) -> Arguments:
     """Apply shift and calibration to tokens and frequencies."""
     query, key, value = tokens
     if (wide := float32_or_wider(*tokens)) == jnp.float64:
@@ -53,13 +53,13 @@ def arguments(tokens: Tokens, estimate: Estimate, pairs: Pairs) -> Arguments:
         # Masked keys may be NaN, and have no gradient.
         absent = jnp.isneginf(log_weights)[..., None]
         key, value = (jnp.where(absent, 0, x) for x in (key, value))
-    calibration, given = estimate.calibration, (None, None)
-    if estimate.absolute and calibration is not None and calibration.changes_tokens:
+    calibration, given = features.calibration, (None, None)
+    if plan.absolute and calibration is not None and calibration.changes_tokens:
         given = query, key
-    query, key, *per_head = _transformed(query, key, estimate)
+    query, key, *per_head = _transformed(query, key, features, plan)
     keys = Keys(key, value, log_weights, pairs.log_decay, given[1])
     t, n, k = *query.shape[1:3], key.shape[2]
-    heads = state_heads(n, k, estimate, pairs)
+    heads = state_heads(n, k, features, pairs)
     if heads != k:  # (b, s, k, .) -> (b, s, n, .)
         keys = jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), keys)
         per_head = [
@@ -81,37 +81,37 @@ def _log_weights(pairs: Pairs, dtype: jnp.dtype) -> Float[Array, "b s #k"] | Non
     return jnp.where(pairs.exists[..., None], weights, -jnp.inf)
 
 
-def _transformed(query: Array, key: Array, estimate: Estimate):
-    frequencies, calibration = estimate.frequencies, estimate.calibration
+def _transformed(query: Array, key: Array, features: Features, plan: Plan):
+    frequencies, calibration = cast(Array, features.frequencies), features.calibration
     wide = float32_or_wider(key)
     w_key = frequencies.astype(wide)
-    given = estimate.query_frequencies
+    given = features.query_frequencies
     w_query = w_key if given is None else given.astype(wide)
-    feature_bias = None if estimate.weights is None else _logarithm(estimate.weights.astype(wide))
-    if estimate.absolute:
-        m, weight = w_key.shape[-2], estimate.feature_map.weight
+    feature_bias = None if features.weights is None else _logarithm(features.weights.astype(wide))
+    if plan.absolute:
+        m, weight = w_key.shape[-2], features.map.weight
         even = jnp.full(m, math.log(weight / m), wide)
         feature_bias = even if feature_bias is None else feature_bias + math.log(weight)
     if calibration is None:
         return query, key, w_query, w_key, feature_bias, None
-    root = estimate.scale**0.5
+    root = plan.scale**0.5
     calibration = jax.tree.map(lambda x: x.astype(wide), calibration)
     moved = transform_keys(calibration, key.astype(wide) * root)
     if frequencies.ndim == 3:  # one calibration for each head of the frequencies
         calibration = for_heads(calibration, frequencies.shape[0])
     w_folded, w_key, tilt = fold(calibration, w_key)
-    if estimate.absolute and calibration.scale is not None:
+    if plan.absolute and calibration.scale is not None:
         # e^{q.k} itself and the half norm need the transformed queries, not their frequencies.
         query = transform_queries(calibration, query)
         w_query = w_key if given is None else w_query
     else:
         w_query = w_folded if given is None else fold(calibration, w_query)[0]
-    if estimate.absolute and calibration.root is not None and tilt is not None:
+    if plan.absolute and calibration.root is not None and tilt is not None:
         tilt = sum(jnp.broadcast_arrays(tilt, log_determinant(calibration.root)[..., None]))
     both = [x for x in (feature_bias, tilt) if x is not None]
     feature_bias = reduce(jnp.add, jnp.broadcast_arrays(*both)) if both else None
     shift = None
-    if estimate.absolute and calibration.shift is not None:  # M^-1 c
+    if plan.absolute and calibration.shift is not None:  # M^-1 c
         heads = frequencies.shape[0] if frequencies.ndim == 3 else key.shape[2]
         shift = -transform_keys(calibration, jnp.zeros((heads, key.shape[-1]), wide))
     return query, (moved / root).astype(key.dtype), w_query, w_key, feature_bias, shift
@@ -121,45 +121,40 @@ def features_of(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
     value: Float[Array, "*b s k v"],
-    frequencies: Float[Array, "*n m h"],
+    features: Features | Float[Array, "*n m h"],
     *,
     mask: ArrayLike | None = None,
     scale: float | None = None,
-    weights: Float[Array, "*w m"] | None = None,
-    calibration: Calibration | None = None,
-    feature_map: str | features.FeatureMap = "positive",
-) -> tuple[features.Split, features.Split, Float[Array, "n b s v"]]:
+) -> tuple[maps.Split, maps.Split, Float[Array, "n b s v"]]:
     """Return features of all queries and keys, and the values, for sums outside attention.
 
-    Arguments and errors as in `performer_attention`.
+    Arguments and errors as in `performer_attention`, without exact pairs.
 
     Returns:
         Features (n, b, t, m) of queries and (n, b, s, m) of keys, 0 for masked keys, and values in
         float32 or wider, for each query head. Their products estimate exp(q.k) up to a
         factor of the query.
     """
-    refusals.check_arrays(query, key, value, frequencies)
-    refusals.check_words("exact", None, False, mask, calibration)
+    features = as_features(features)
+    refusals.check_arrays(query, key, value, features)
+    refusals.check_words(None, False, mask, features)
     lead, tokens = query.shape[:-3], refusals.with_one_batch_axis(Tokens(query, key, value))
-    given = refusals.positive_scale(scale, query.shape[-1])
-    feature_map = features.get(feature_map)
-    estimate = Estimate(frequencies, None, weights, calibration, feature_map, given)
-    refusals.check_estimate(estimate, tokens)
-    refusals.check_together(
-        refusals.Call(
-            feature_map=feature_map,
-            calibrated=calibration is not None,
-            sampled=calibration is not None and calibration.changes_law,
-        )
-    )
+    plan = Plan(scale=refusals.positive_scale(scale, query.shape[-1]))
+    refusals.check_features(features, tokens)
     pairs = Pairs(exists=masks.key_mask(mask, None, lead, tokens.key))
-    return _features(tokens, estimate, pairs)
+    refusals.check_together(refusals.call_of(tokens, features, pairs))
+    if any(features.exact):
+        raise ValueError(
+            f"{features.exact} has no features of its own: the sums of these features have no exact"
+            " pairs; leave them out"
+        )
+    return _features(tokens, replace(features, coupling=None), pairs, plan)
 
 
-@jax.jit
-def _features(tokens: Tokens, estimate: Estimate, pairs: Pairs):
-    x = arguments(tokens, estimate, pairs)
-    query_map, key_map = feature_maps(x, estimate)
+@partial(jax.jit, static_argnums=3)
+def _features(tokens: Tokens, features: Features, pairs: Pairs, plan: Plan):
+    x = arguments(tokens, features, pairs, plan)
+    query_map, key_map = feature_maps(x, features, plan)
     (b, t, n, h), k = x.query.shape, x.keys.key.shape[2]
     # (b, t, n, h) -> (k, b, n / k, t, h) -> (n, b, t, m)
     query = query_map(x.query.reshape(b, t, k, n // k, h).transpose(2, 0, 3, 1, 4))
@@ -171,52 +166,25 @@ def _features(tokens: Tokens, estimate: Estimate, pairs: Pairs):
     return query, *jax.tree.map(lambda y: jnp.repeat(y, n // k, axis=0), (key, value))
 
 
-def feature_maps(x: Arguments, estimate: Estimate) -> tuple[Features, Features]:
+def feature_maps(x: Arguments, features: Features, plan: Plan) -> tuple[Map, Map]:
     """Features of queries and of keys, as functions of arrays (k, b, ..., h)."""
-    feature_map, keys, is_google = estimate.feature_map, x.keys, estimate.stabilizer == "google"
+    feature_map, scale = features.map, plan.scale
     # q.k * scale = (q sqrt(scale)).(k sqrt(scale)): the root is in W, rounded once.
-    w_query, w_key = ((w * estimate.scale**0.5).astype(x.query.dtype) for w in (x.w_query, x.w_key))
+    w_query, w_key = ((w * scale**0.5).astype(x.query.dtype) for w in (x.w_query, x.w_key))
 
     def project(x, frequencies):
         equation = "...h,mh->...m" if frequencies.ndim == 2 else "k...h,kmh->k...m"
         return dot(equation, x, frequencies, x.dtype)
 
-    def half_norm(x):
-        squares = x.astype(float32_or_wider(x)) ** 2
-        return estimate.scale / 2 * jnp.sum(squares, axis=-1, keepdims=True)
-
-    def times_shift(split, query, shift):  # e^{q.c}: the features estimate e^{q.(k - c)}
-        *heads, h = shift.shape
-        shift = shift.reshape(*heads, *[1] * (query.ndim - len(heads) - 1), h)
-        products = query.astype(shift.dtype) * shift
-        log_factor = estimate.scale**0.5 * jnp.sum(products, axis=-1, keepdims=True)
-        return split[0] + log_factor, split[1]
-
     def query_map(y):
-        projections = project(y, w_query)
-        if is_google:
-            return _google(projections, half_norm(y), jnp.max(projections, -1, keepdims=True))
-        half = half_norm(y)
-        if feature_map.estimates_softmax and not estimate.absolute:  # |q|^2 / 2 cancels
+        half = half_norm(y, scale)
+        if feature_map.estimates_softmax and not plan.absolute:  # |q|^2 / 2 cancels
             half = jnp.zeros_like(half)
-        split = feature_map.split(projections, half)
-        return split if x.shift is None else times_shift(split, y, x.shift)
-
-    offset = None
-    if is_google:
-        projections = project(keys.key.transpose(2, 0, 1, 3), w_key)  # (k, b, s, m)
-        if keys.log_weights is not None:
-            absent = jnp.isneginf(keys.log_weights).transpose(2, 0, 1)[..., None]
-            projections = jnp.where(absent, -jnp.inf, projections)
-        offset = finite(jnp.max(projections, axis=(-1, -2)))
+        exponent, factor = feature_map.split(project(y, w_query), half)
+        return (exponent if x.shift is None else exponent + along(y, x.shift, scale)), factor
 
     def key_map(y):
-        projections = project(y, w_key)
-        if offset is None:
-            out = feature_map.split(projections, half_norm(y))
-        else:
-            maximum = offset.reshape(*offset.shape, *[1] * (y.ndim - 2))
-            out = _google(projections, half_norm(y), maximum)
+        out = feature_map.split(project(y, w_key), half_norm(y, scale))
         if x.feature_bias is None:
             return out
         return _importance(out, x.feature_bias, feature_map.features_per_frequency)
@@ -224,9 +192,17 @@ def feature_maps(x: Arguments, estimate: Estimate) -> tuple[Features, Features]:
     return query_map, key_map
 
 
-def _google(projections: Array, half_norm: Array, maximum: Array) -> features.Split:
-    """exp(. - maximum) + 1e-6, as in the public code of Choromanski et al. 2021."""
-    return jnp.zeros_like(half_norm), jnp.exp(projections - half_norm - maximum) + 1e-6
+def half_norm(x: Float[Array, "*b h"], scale: float) -> Float[Array, "*b 1"]:
+    """scale |x|^2 / 2."""
+    squares = x.astype(float32_or_wider(x)) ** 2
+    return scale / 2 * jnp.sum(squares, axis=-1, keepdims=True)
+
+
+def along(query: Float[Array, "*b h"], shift: Float[Array, "*k h"], scale: float) -> Array:
+    """q.c, (k, ..., 1): features of shifted keys estimate e^{q.(k - c)}."""
+    *heads, h = shift.shape
+    shift = shift.reshape(*heads, *[1] * (query.ndim - len(heads) - 1), h)
+    return scale**0.5 * jnp.sum(query.astype(shift.dtype) * shift, axis=-1, keepdims=True)
 
 
 def _logarithm(weights: Array) -> Array:
@@ -235,7 +211,7 @@ def _logarithm(weights: Array) -> Array:
     return jnp.where(positive, jnp.log(jnp.where(positive, weights, 1.0)), -jnp.inf)
 
 
-def _importance(split: features.Split, log_weights: Array, per_frequency: int) -> features.Split:
+def _importance(split: maps.Split, log_weights: Array, per_frequency: int) -> maps.Split:
     """Features of keys times the weights of their frequencies, (m,) or (k, m)."""
     log_weights = jnp.concatenate([log_weights] * per_frequency, axis=-1)
     exponent, factor = split

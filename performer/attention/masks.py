@@ -32,8 +32,9 @@ def key_mask(
                 f"mask has shape {mask.shape}; linear attention honours masks over keys only, of a"
                 f" shape that broadcasts to (batch, 1, 1, keys) = {want}. For padding pass"
                 " valid[:, None, None, :], for a causal mask is_causal=True, for packed sequences"
-                " segment_ids; for a mask of keys that differs between heads key_log_weights"
-                " (batch, keys, key heads), -inf where there is no key; for any other mask that"
+                " segment_ids; for a mask of keys that differs between heads"
+                " bias=performer.Bias(keys=...) of shape (batch, keys, key heads), -inf where there"
+                " is no key; for any other mask that"
                 " differs between queries use exact attention (jax.nn.dot_product_attention)"
             )
         keys = jnp.broadcast_to(truth(mask), want).reshape(b, s)
@@ -85,14 +86,14 @@ def log_weights(
     want = (*lead, s, k) if has_heads else (*lead, s)
     if not _broadcasts(weights.shape, want):
         raise ValueError(
-            f"key_log_weights has shape {weights.shape}; expected one that broadcasts to (batch,"
+            f"the bias of keys has shape {weights.shape}; expected one that broadcasts to (batch,"
             f" keys) = {(*lead, s)} or, with all the axes, to (batch, keys, key heads) ="
             f" {(*lead, s, k)}"
         )
     bad = first(given, lambda x: ~(x < np.inf), dtype)
     if not jnp.issubdtype(weights.dtype, jnp.floating) or bad is not None:
         raise ValueError(
-            f"key_log_weights has {_got(weights, bad)}; expected floats, the logarithms of weights,"
+            f"the bias of keys has {_got(weights, bad)}; expected floats, the logarithms of weights,"
             " below inf; -inf where there is no key"
         )
     return _broadcast(weights, want, (b, s, k if has_heads else 1), dtype)
@@ -104,42 +105,24 @@ def _broadcast(weights: Array, want: Lead, shape: Lead, dtype: jnp.dtype) -> Arr
 
 
 def log_decay(
-    alibi_slopes: ArrayLike | None,
-    given: ArrayLike | None,
-    lead: Lead,
-    query: Array,
-    key: Array,
-    dtype: jnp.dtype,
+    given: ArrayLike | None, lead: Lead, query: Array, key: Array, dtype: jnp.dtype
 ) -> Float[Array, "b t n"] | None:
-    """`Pairs.log_decay` of slopes or log-decays."""
-    (b, t, n, _), k = query.shape, key.shape[2]
-    if alibi_slopes is not None and given is not None:
-        raise ValueError("alibi_slopes and log_decay both weigh pairs by distance: pass one")
-    if alibi_slopes is not None:
-        slopes = jnp.asarray(alibi_slopes)
-        floats = jnp.issubdtype(slopes.dtype, jnp.floating)
-        bad = first(alibi_slopes, lambda x: ~((x >= 0) & (x < np.inf)), dtype)
-        if slopes.shape not in ((n,), (k,)) or not floats or bad is not None:
-            raise ValueError(
-                f"alibi_slopes has shape {slopes.shape}, {_got(slopes, bad)}; expected finite"
-                f" floats from 0, one for each of the {n} heads, for example 2^-1 ... 2^-8"
-            )
-        return jnp.broadcast_to(-slopes.astype(dtype), (b, t, *slopes.shape))
+    """`Pairs.log_decay` of `Bias.decay`."""
     if given is None:
         return None
-    decay = jnp.asarray(given)
-    heads = n if decay.ndim == len(lead) + 2 and decay.shape[-1] == n else k
+    (b, t, n, _), k, decay = query.shape, key.shape[2], jnp.asarray(given)
+    heads = n if decay.ndim and decay.shape[-1] == n else k
     want = (*lead, t, heads)
-    if decay.ndim != len(want) or not _broadcasts(decay.shape, want):
+    if decay.shape != (heads,) and (decay.ndim != len(want) or not _broadcasts(decay.shape, want)):
         raise ValueError(
-            f"log_decay has shape {decay.shape}; expected (batch, tokens, heads) = {want}, any of"
-            " which may be 1"
+            f"the decay of the bias has shape {decay.shape}; expected one number for each of the"
+            f" {n} heads, ({n},), or (batch, tokens, heads) = {want}, any of which may be 1"
         )
     bad = first(given, lambda x: ~(x <= 0))
     if not jnp.issubdtype(decay.dtype, jnp.floating) or bad is not None:
         raise ValueError(
-            f"log_decay has {_got(decay, bad)}; expected floats that are not positive, for example"
-            " from jax.nn.log_sigmoid"
+            f"the decay of the bias has {_got(decay, bad)}; expected floats that are not positive,"
+            " for example from jax.nn.log_sigmoid"
         )
     return jnp.broadcast_to(decay.astype(dtype), want).reshape(b, t, heads)
 

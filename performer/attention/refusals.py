@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,44 +21,66 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from performer import features
+from performer import features as maps
 from performer.attention import masks
+from performer.attention.bias import Bias
 from performer.attention.state import State, WindowState
-from performer.attention.values import Estimate, Exact, Pairs, Tokens, state_heads
+from performer.attention.values import Call, Exact, Features, Pairs, Tokens, state_heads
 from performer.calibration import Calibration
 from performer.choices import unknown
-from performer.features import FeatureMap
-from performer.typing import Size
 
-STABILIZERS = ("exact", "google")
-IMPLEMENTATIONS = ("direct", "blocked", "robust", "pallas")
+IMPLEMENTATIONS = ("blocked", "robust", "pallas")
 
+OF_FEATURES = "write performer.Features(frequencies, {name}=...)"
+OF_EXACT = "write performer.Features(frequencies, exact=performer.Exact({name}=...))"
+OF_STREAM = "write output, state = performer.attention.stream(query, key, value, features, state)"
 INSTEAD = {
-    "bias": "linear attention cannot add a bias to q.k; use key_log_weights for a bias of keys,"
-    " alibi_slopes for one of the distance, or exact attention (jax.nn.dot_product_attention)",
+    "frequencies": "the fourth argument is called features: performer.Features, or an array of"
+    " frequencies",
+    **{name: OF_FEATURES.format(name=name) for name in ("calibration", "weights")},
+    **{name: OF_FEATURES.format(name=name) for name in ("query_frequencies", "feature_map")},
+    **{f"exact_{name}": OF_EXACT.format(name=name) for name in Exact._fields},
+    "exact": "write performer.Features(frequencies, exact=...)",
+    "initial_state": OF_STREAM,
+    "return_state": OF_STREAM,
+    "state": OF_STREAM,
+    "key_log_weights": "write bias=performer.Bias(keys=...)",
+    "alibi_slopes": "write bias=performer.alibi(slopes)",
+    "log_decay": "write bias=performer.Bias(decay=...)",
+    "stabilizer": "normalisation is exact, without an epsilon; leave it out",
     "causal": "write is_causal=True",
-    "local_window_size": "write exact_window=w, which computes near keys exactly and estimates the"
-    " others",
+    "local_window_size": "write performer.Features(frequencies, exact=performer.Exact(window=w)),"
+    " which computes near keys exactly and estimates the others",
     "query_seq_lengths": "leave it out (every query has an output; ignore the outputs of padding)"
     " and pass key_value_seq_lengths for the keys",
-    "shift": "write calibration=performer.calibration.Calibration(shift=...), after the factor"
-    " sqrt(scale)",
+    "sinks": "a sink is a key of zeros with a value of zeros, of the logit 0 for every query: join"
+    " both to key and value, and give its log-weight by bias=performer.Bias(keys=...)",
+    "softcap": "linear attention cannot change single logits; use exact attention"
+    " (jax.nn.dot_product_attention)",
+    "logits_soft_cap": "linear attention cannot change single logits; use exact attention"
+    " (jax.nn.dot_product_attention)",
+    "shift": "write performer.Features(frequencies,"
+    " calibration=performer.calibration.Calibration(shift=...)), after the factor sqrt(scale)",
     "dropout_rate": "there are no attention weights to drop; put dropout after attention",
-    "num_features": "it is the number of the given frequencies: draw more of them",
-    "coupling": "draw the frequencies: performer.couplings.get(coupling)(key, num_features,"
+    "num_features": "draw them: performer.Features.draw(key, coupling, num_features, head_dim)",
+    "coupling": "draw the features: performer.Features.draw(key, coupling, num_features,"
     " head_dim)",
 }
-"""Keywords of other functions: what to write here."""
+"""Keywords of other functions, and of fields of `Features`: what to write here."""
+MATRIX = (
+    "bias is {got}: linear attention cannot add a bias matrix to q.k; pass performer.alibi(slopes)"
+    " for one of the distance, performer.Bias(keys=...) for one of each key, or use exact attention"
+    " (jax.nn.dot_product_attention)"
+)
 
-
-WITHOUT_FREQUENCIES = (
-    "performer_attention requires frequencies after value: draw them once by"
-    " performer.couplings.draw(key, 'pm-antithetic', num_features, head_dim)"
+WITHOUT_FEATURES = (
+    "performer_attention requires features after value: draw them once by"
+    " performer.Features.draw(key, 'pm-antithetic', num_features, head_dim)"
 )
 
 
 def explained(function: Callable) -> Callable:
-    """Explain unknown keywords of `INSTEAD`, and missing frequencies, in the TypeError."""
+    """Explain unknown keywords of `INSTEAD`, and missing features, in the TypeError."""
     names = set(inspect.signature(function).parameters)
 
     @wraps(function)
@@ -66,8 +88,8 @@ def explained(function: Callable) -> Callable:
         for name in options.keys() - names:
             if name in INSTEAD:
                 raise TypeError(f"{function.__name__} has no {name}: {INSTEAD[name]}")
-        if len(args) == 3 and "frequencies" not in options:
-            raise TypeError(WITHOUT_FREQUENCIES)
+        if len(args) == 3 and "features" not in options:
+            raise TypeError(WITHOUT_FEATURES)
         return function(*args, **options)
 
     return call
@@ -85,7 +107,7 @@ def check_dtype(name: str, x: Array) -> None:
         )
 
 
-def check_arrays(query: Any, key: Any, value: Any, frequencies: Any) -> None:
+def check_arrays(query: Any, key: Any, value: Any, features: Features) -> None:
     """Raise ValueError for tokens or frequencies that are no arrays of floats with all axes."""
     for name, x in dict(query=query, key=key, value=value).items():
         if not hasattr(x, "dtype") or len(x.shape) < 3:
@@ -95,26 +117,19 @@ def check_arrays(query: Any, key: Any, value: Any, frequencies: Any) -> None:
                 f" {name}[:, None]"
             )
         check_dtype(name, x)
-    if isinstance(frequencies, str):
-        m, h = 2 * query.shape[-1], query.shape[-1]
-        raise ValueError(
-            f"frequencies={frequencies!r} is a name; draw them:"
-            f" performer.couplings.get({frequencies!r})(jax.random.key(0), {m}, {h})"
-        )
     check_unsplit(key)
-    if frequencies is None:
+    if (w := features.frequencies) is None:
         return
-    if not hasattr(frequencies, "dtype") or len(frequencies.shape) < 2:
-        shape = getattr(frequencies, "shape", None)
-        got = f"have shape {shape}" if shape is not None else f"are {frequencies!r}"
+    if not hasattr(w, "dtype") or len(w.shape) < 2:
+        got = f"have shape {w.shape}" if hasattr(w, "shape") else f"are {w!r}"
         raise ValueError(
             f"frequencies {got}; expected an array (num_features, head_dim), drawn by"
-            " performer.couplings.get(...)"
+            " performer.Features.draw(...)"
         )
-    check_dtype("frequencies", frequencies)
-    if 0 in (query.shape[-1], key.shape[-1], frequencies.shape[-2]):
+    check_dtype("frequencies", w)
+    if 0 in (query.shape[-1], key.shape[-1], w.shape[-2]):
         raise ValueError(
-            f"head_dim is {query.shape[-1]} and frequencies have shape {frequencies.shape}:"
+            f"head_dim is {query.shape[-1]} and frequencies have shape {w.shape}:"
             " head_dim and num_features must be at least 1"
         )
 
@@ -135,15 +150,33 @@ def check_unsplit(key: Array) -> None:
         )
 
 
+def check_exact(exact: Any) -> Exact:
+    """Return exact pairs with integers of at least 0, or raise ValueError."""
+    if not isinstance(exact, Exact):
+        raise ValueError(
+            f"exact={exact!r} is a {type(exact).__name__}; expected performer.Exact(window=...,"
+            " first=..., keys=..., rows=...)"
+        )
+    return Exact(*(number(name, x) for name, x in exact._asdict().items()))
+
+
 def number(name: str, x: Any) -> int:
-    """Return the option as an integer of at least 0, or raise ValueError."""
+    """Return a field of `Exact` as an integer of at least 0, or raise ValueError."""
     try:
         count = operator.index(x)
     except TypeError:
-        raise ValueError(f"{name}={x!r}: must be an integer, static and at least 0") from None
+        raise ValueError(f"Exact({name}={x!r}): must be an integer, static and at least 0") from None
     if count < 0:
-        raise ValueError(f"{name}={count} must not be negative")
+        raise ValueError(f"Exact({name}={count}) must not be negative")
     return count
+
+
+def check_bias(bias: Any) -> Bias:
+    """Return the bias, an empty one for None, or raise ValueError for another type."""
+    if isinstance(bias, Bias | None):
+        return bias or Bias()
+    got = f"an array of shape {np.shape(bias)}" if hasattr(bias, "shape") else repr(bias)
+    raise ValueError(MATRIX.format(got=got))
 
 
 def positive_scale(scale: Any, head_dim: int) -> float:
@@ -163,23 +196,19 @@ def positive_scale(scale: Any, head_dim: int) -> float:
     return float(scale)
 
 
-def check_words(
-    stabilizer: Any, implementation: Any, is_causal: Any, mask: Any, calibration: Any
-) -> None:
+def check_words(implementation: Any, is_causal: Any, mask: Any, features: Features) -> None:
     """Raise ValueError for unknown words, and for what is no bool, mask or calibration."""
-    if stabilizer not in STABILIZERS:
-        raise ValueError(unknown("stabilizer", stabilizer, STABILIZERS))
     if implementation not in (None, *IMPLEMENTATIONS):
-        hint = "; the path through XLA is 'blocked'" if implementation == "xla" else ""
+        hint = "; the path through XLA is 'blocked'" if implementation in ("xla", "direct") else ""
         raise ValueError(unknown("implementation", implementation, IMPLEMENTATIONS) + hint)
     if not isinstance(is_causal, bool | np.bool_):
         raise ValueError(f"is_causal={is_causal!r}: must be True or False, and not traced")
     if isinstance(mask, str):
         raise ValueError(f"mask={mask!r}: pass an array of the keys that exist, or is_causal=True")
-    if not isinstance(calibration, Calibration | None):
+    if not isinstance(features.calibration, Calibration | None):
         raise ValueError(
-            f"calibration is a {type(calibration).__name__}; expected a"
-            " performer.calibration.Calibration, for example the result of calibrate(query, key)"
+            f"calibration is a {type(features.calibration).__name__}; expected a"
+            " performer.calibration.Calibration, as of features.calibrated(query, key)"
         )
 
 
@@ -204,31 +233,33 @@ def one_axis(x: Array, axes: int) -> Array:
     return x if axes == 1 else x.reshape(math.prod(x.shape[:axes]), *x.shape[axes:])
 
 
-def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
+def check_features(features: Features, tokens: Tokens) -> None:
     """Raise ValueError for frequencies, weights or a calibration of shapes that do not fit."""
     (n, h), k = tokens.query.shape[2:], tokens.key.shape[2]
-    frequencies, weights = estimate.frequencies, estimate.weights
-    if frequencies.shape[-1] != h or frequencies.shape[:-2] not in ((), (k,), (n,)):
+    frequencies, weights = features.frequencies, features.weights
+    if frequencies is not None and (
+        frequencies.shape[-1] != h or frequencies.shape[:-2] not in ((), (k,), (n,))
+    ):
         heads = sorted({k, n})
         raise ValueError(
             f"frequencies have shape {frequencies.shape}; expected (m, {h}) for the head_dim {h},"
             f" or {' or '.join(f'({x}, m, {h})' for x in heads)} with one draw for each of the"
             f" {' key or '.join(map(str, heads))} heads"
         )
-    given = estimate.query_frequencies
-    if given is not None and given.shape != frequencies.shape:
+    given, shape = features.query_frequencies, getattr(frequencies, "shape", None)
+    if given is not None and given.shape != shape:
         raise ValueError(
-            f"query_frequencies have shape {given.shape} but frequencies have {frequencies.shape}:"
+            f"query_frequencies have shape {given.shape} but frequencies have {shape}:"
             " they must be the same"
         )
-    for name, leaf in (estimate.calibration or Calibration())._asdict().items():
+    for name, leaf in (features.calibration or Calibration())._asdict().items():
         want = (h,) if name in ("shift", "mean") else (h, h)
         if leaf is not None and leaf.shape not in (want, (k, *want)):
             raise ValueError(
                 f"calibration.{name} has shape {leaf.shape}; expected {want}, or {(k, *want)} with"
                 f" one for each of the {k} key heads"
             )
-    if weights is not None:
+    if weights is not None and frequencies is not None:
         m = frequencies.shape[-2]
         if weights.shape not in ((m,), frequencies.shape[:-1]):
             raise ValueError(
@@ -239,7 +270,7 @@ def check_estimate(estimate: Estimate, tokens: Tokens) -> None:
             raise ValueError(f"weights must not be negative, got {bad}")
 
 
-def check_state(state: Any, tokens: Tokens, estimate: Estimate, exact: Exact, pairs: Pairs) -> None:
+def check_state(state: Any, tokens: Tokens, features: Features, pairs: Pairs) -> None:
     """Raise ValueError for what is no state, or one of other frequencies, heads or exact keys.
 
     State and tokens have the batch axes of the call.
@@ -247,36 +278,36 @@ def check_state(state: Any, tokens: Tokens, estimate: Estimate, exact: Exact, pa
     (*lead, _, n, _), k = tokens.query.shape, tokens.key.shape[-2]
     if not isinstance(state, State | WindowState):
         raise ValueError(
-            f"initial_state is a {type(state).__name__}; expected the State or WindowState of a"
-            " call with return_state=True: restore a saved one into that structure, for example by"
+            f"state is a {type(state).__name__}; expected the State or WindowState of an earlier"
+            " call of stream: restore a saved one into that structure, for example by"
             " jax.tree.unflatten"
         )
     far, earlier = state, Exact()
     if isinstance(state, WindowState):
         far, near, first = state.far, state.near, state.first
         earlier = Exact(near.key.shape[-3] // 2, first.key.shape[-3])
-        calibration = estimate.calibration
+        calibration = features.calibration
         if (near.given is not None) != (calibration is not None and calibration.changes_tokens):
             raise ValueError(
-                "initial_state and this call must have the same calibration: the state holds near"
+                "the state and this call must have the same calibration: the state holds near"
                 " keys before and after it"
             )
         if (near.log_decay is None) != (pairs.log_decay is None):
             raise ValueError(
-                "initial_state and this call must both have alibi_slopes or log_decay, or neither:"
-                " the state holds the decay of near keys"
+                "the state and this call must both have a decay (of alibi, for example), or"
+                " neither: the state holds the decay of near keys"
             )
     assert isinstance(far, State)
-    if earlier != exact:
+    if earlier != features.exact:
         raise ValueError(
-            f"initial_state comes from a call with {str(earlier) or 'no exact keys'}, this one has"
-            f" {str(exact) or 'none'}: they must be the same"
+            f"the state comes from a call with {earlier}, this one has {features.exact}: they must"
+            " be the same"
         )
-    heads = state_heads(n, k, estimate, pairs)
-    want = (*lead, heads, estimate.num_features, tokens.value.shape[-1])
+    heads = state_heads(n, k, features, pairs)
+    want = (*lead, heads, max(features.num_features, 1), tokens.value.shape[-1])
     if far.numerator.shape != want or far.maximum.shape != want[:-1]:
         raise ValueError(
-            f"initial_state holds arrays of shape {far.maximum.shape} and"
+            f"the state holds arrays of shape {far.maximum.shape} and"
             f" {far.numerator.shape}; these inputs need {want[:-1]} and {want}. A state serves"
             " calls with the same frequencies, batch and heads"
         )
@@ -285,47 +316,30 @@ def check_state(state: Any, tokens: Tokens, estimate: Estimate, exact: Exact, pa
 # Options that exclude each other
 
 
-class Call(NamedTuple):
-    """Sizes and options of a call, without arrays."""
-
-    t: Size = 1
-    """Number of queries."""
-    s: Size = 1
-    """Number of keys."""
-    feature_map: FeatureMap = features.positive
-    stabilizer: str = "exact"
-    is_causal: bool = False
-    exact: Exact = Exact()
-    calibrated: bool = False
-    sampled: bool = False
-    """True if the calibration has a tilt or a proposal."""
-    query_frequencies: bool = False
-    weighted: bool = False
-    """True with weights."""
-    lengths: bool = False
-    packed: bool = False
-    """True with segment_ids."""
-    cross_packed: bool = False
-    """True with a pair of segment_ids."""
-    decay: str = ""
-    """Name of the option that decays pairs by distance."""
-    streams: bool = False
-    """True with a state before or after the call."""
-    axis_name: str | None = None
-    featureless: bool = False
-    """True with frequencies=None."""
+def call_of(tokens: Tokens, features: Features, pairs: Pairs, **options: Any) -> Call:
+    """The call of checked values, with one batch axis; options are further fields."""
+    (batch, t, n, h), (_, s, k, v) = tokens.query.shape, tokens.value.shape
+    w, calibration = features.frequencies, features.calibration
+    return Call(
+        batch, t, s, n, k, h, v, 0 if w is None else w.shape[-2],
+        per_query_head=w is not None and w.shape[:-2] == (n,),
+        dtypes=tuple(x.dtype.name for x in tokens),
+        feature_map=features.map,
+        exact=features.exact,
+        calibrated=calibration is not None,
+        sampled=calibration is not None and calibration.changes_law,
+        learned=features.query_frequencies is not None,
+        weighted=features.weights is not None,
+        is_causal=pairs.is_causal,
+        packed=pairs.segments is not None,
+        cross_packed=pairs.segments is not None and pairs.segments[1] is not None,
+        decayed=pairs.log_decay is not None,
+        **options,
+    )  # fmt: skip
 
 
 REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
     # The estimate
-    (
-        lambda c: c.stabilizer == "google" and not c.feature_map.exponential,
-        "stabilizer='google' requires feature_map={positive}, got {c.feature_map}",
-    ),
-    (
-        lambda c: c.stabilizer == "google" and c.calibrated,
-        "a calibration requires stabilizer='exact', got 'google'",
-    ),
     (
         lambda c: c.calibrated and not c.feature_map.estimates_softmax,
         "a calibration requires a feature_map that estimates softmax, for example {positive}, got"
@@ -338,19 +352,24 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
         " (the pairs of {hyperbolic} are the frequencies of an '-antithetic' coupling)",
     ),
     (
-        lambda c: c.sampled and c.query_frequencies,
+        lambda c: c.sampled and c.learned,
         "query_frequencies require a calibration of shift and scale alone: its root and mean are a"
         " distribution that frequencies are drawn from, and these are learned",
     ),
+    (
+        lambda c: c.residual and not c.feature_map.estimates_softmax,
+        "return_residual=True requires a feature_map that estimates softmax, for example"
+        " {positive}, got {c.feature_map}",
+    ),
     # Exact pairs
     (
-        lambda c: c.featureless and (not c.exact.window or c.weighted),
-        "frequencies=None attends to the pairs of a window alone: it requires exact_window > 0 and"
-        " no weights",
+        lambda c: not c.m and (not c.exact.window or c.weighted),
+        "Features(None) attends to the pairs of a window alone: it requires exact=Exact(window=...)"
+        " and no weights",
     ),
     (
         lambda c: c.exact.first and not c.exact.window,
-        "exact_first={c.exact.first} requires exact_window > 0",
+        "{c.exact} requires a window, as in Exact(window=16, first={c.exact.first})",
     ),
     (
         lambda c: any(c.exact) and not c.feature_map.estimates_softmax,
@@ -358,69 +377,56 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
         " {c.feature_map}",
     ),
     (
-        lambda c: any(c.exact) and c.stabilizer == "google",
-        "{c.exact} requires stabilizer='exact', got 'google'",
-    ),
-    (
         lambda c: c.exact.window and c.t != c.s,
-        "exact_window={c.exact.window} requires one key for each query, got {c.t} queries and"
+        "{c.exact} requires one key for each query, got {c.t} queries and"
         " {c.s} keys",
     ),
     (
         lambda c: c.exact.window and c.cross_packed,
-        "exact_window={c.exact.window} requires the same segment_ids for queries and keys",
+        "{c.exact} requires the same segment_ids for queries and keys",
     ),
     (
         lambda c: c.exact.keys and c.is_causal,
-        "exact_keys={c.exact.keys} cannot be combined with is_causal=True: the weight of a key is a"
-        " sum over all queries, so the choice would depend on the future; use exact_window and"
-        " exact_first",
+        "{c.exact} cannot be combined with is_causal=True: the weight of a key is a"
+        " sum over all queries, so the choice would depend on the future; use Exact(window=...,"
+        " first=...)",
     ),
     (
         lambda c: c.exact.keys and c.packed,
-        "exact_keys={c.exact.keys} cannot be combined with segment_ids: keys are chosen for a whole"
+        "{c.exact} cannot be combined with segment_ids: keys are chosen for a whole"
         " sequence",
     ),
     (
-        lambda c: c.exact.keys and c.decay,
-        "exact_keys={c.exact.keys} cannot be combined with {c.decay}: keys are chosen by their"
+        lambda c: c.exact.keys and c.decayed,
+        "{c.exact} cannot be combined with a decay: keys are chosen by their"
         " content",
     ),
     (
         lambda c: c.exact.rows and c.is_causal,
-        "exact_rows={c.exact.rows} cannot be combined with is_causal=True: the first queries see"
-        " few keys; use exact_window",
+        "{c.exact} cannot be combined with is_causal=True: the first queries see"
+        " few keys; use Exact(window=...)",
     ),
     (
         lambda c: c.exact.rows and c.packed,
-        "exact_rows={c.exact.rows} cannot be combined with segment_ids: it is for the class token"
+        "{c.exact} cannot be combined with segment_ids: it is for the class token"
         " of one sequence",
     ),
     (
-        lambda c: c.exact.rows and c.decay,
-        "exact_rows={c.exact.rows} cannot be combined with {c.decay}: it is for class tokens, which"
+        lambda c: c.exact.rows and c.decayed,
+        "{c.exact} cannot be combined with a decay: it is for class tokens, which"
         " have no position",
     ),
     # Positions
     (
-        lambda c: c.decay and (c.t != c.s or c.cross_packed),
-        "{c.decay} requires one key for each query, got {c.t} queries and {c.s} keys (or segments"
-        " of their own); for other keys there is key_log_weights",
-    ),
-    (
-        lambda c: c.decay and c.stabilizer == "google",
-        "{c.decay} requires stabilizer='exact', got 'google'",
+        lambda c: c.decayed and (c.t != c.s or c.cross_packed),
+        "a decay of the bias (alibi has one) requires one key for each query, got {c.t} queries and"
+        " {c.s} keys (or segments of their own); for other keys there is Bias(keys=...)",
     ),
     (
         lambda c: c.is_causal and c.packed and c.t != c.s,
         "causal segments require one key for each query, got {c.t} queries and {c.s} keys",
     ),
     # States
-    (
-        lambda c: c.streams and c.stabilizer == "google",
-        "stabilizer='google' needs the maximum over all keys at once and has no state; use"
-        " stabilizer='exact' for streaming",
-    ),
     (
         lambda c: c.streams and c.packed,
         "segment_ids cannot be combined with states: a segment ends with its call",
@@ -431,27 +437,21 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
     ),
     (
         lambda c: c.streams and c.exact.keys,
-        "exact_keys={c.exact.keys} requires all queries and keys at once: leave out initial_state"
-        " and return_state",
+        "{c.exact} requires all queries and keys at once: use performer_attention",
     ),
     (
         lambda c: c.streams and c.exact.rows,
-        "exact_rows={c.exact.rows} requires all queries and keys at once: leave out initial_state"
-        " and return_state",
+        "{c.exact} requires all queries and keys at once: use performer_attention",
     ),
     (
         lambda c: c.streams and not c.is_causal and c.exact.window,
-        "exact_window={c.exact.window} has a state in causal attention alone: pass is_causal=True",
+        "{c.exact} has a state in causal attention alone: pass is_causal=True",
     ),
     (
-        lambda c: c.streams and not c.is_causal and c.decay,
-        "{c.decay} has a state in causal attention alone: pass is_causal=True",
+        lambda c: c.streams and not c.is_causal and c.decayed,
+        "a decay has a state in causal attention alone: pass is_causal=True",
     ),
     # A sequence that is split over devices
-    (
-        lambda c: c.axis_name and c.stabilizer == "google",
-        "stabilizer='google' cannot be combined with axis_name: it needs the maximum over all keys",
-    ),
     (
         lambda c: c.axis_name and c.lengths,
         "key_value_seq_lengths cannot be combined with axis_name: pass a mask, sharded like the"
@@ -466,8 +466,8 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
         "{c.exact} cannot be combined with axis_name: exact pairs would cross devices",
     ),
     (
-        lambda c: c.axis_name and c.decay,
-        "{c.decay} cannot be combined with axis_name",
+        lambda c: c.axis_name and c.decayed,
+        "a decay cannot be combined with axis_name",
     ),
     (
         lambda c: c.axis_name and c.is_causal and c.t != c.s,
@@ -485,7 +485,7 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
 
 def reason(call: Call) -> str | None:
     """Return the message of the first refusal that holds, or None."""
-    known = dict(c=call, positive=features.positive, hyperbolic=features.hyperbolic)
+    known = dict(c=call, positive=maps.positive, hyperbolic=maps.hyperbolic)
     return next((text.format(**known) for holds, text in REFUSALS if holds(call)), None)
 
 

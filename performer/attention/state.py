@@ -33,7 +33,7 @@ from performer.numerics import (
 )
 from performer.typing import Size, float32_or_wider
 
-Features = Callable[[Array], Split]
+Map = Callable[[Array], Split]
 """Features of queries or of keys (k, b, ..., t, h)."""
 
 
@@ -183,7 +183,7 @@ def _(dtype, primals, tangents):
     return (s, z), (ds, rounded(dz) + mean)
 
 
-def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> State:
+def summarise(key_map: Map, keys: Keys, initial: State, block: Size) -> State:
     """Return the state of `initial` (k, b, m) and all keys, `block` at a time, without decay."""
     s = keys.key.shape[1]
     count, length = blocks(s, block)
@@ -208,7 +208,7 @@ def summarise(key_map: Features, keys: Keys, initial: State, block: Size) -> Sta
 
 
 def look_up(
-    query_map: Features, query: Float[Array, "b t k g h"], state: State, dtype: jnp.dtype
+    query_map: Map, query: Float[Array, "b t k g h"], state: State, dtype: jnp.dtype
 ) -> State:
     """Return the rows (b, t, k, g) of queries over the features of a state (k, b, m).
 
@@ -221,7 +221,7 @@ def look_up(
 
 
 def attend(
-    query_map: Features,
+    query_map: Map,
     queries: Queries,
     state: State,
     dtype: jnp.dtype,
@@ -241,7 +241,7 @@ def attend(
 
 
 def _weights(
-    query_map: Features,
+    query_map: Map,
     queries: Queries,
     state: State,
     keys: Keys | None = None,
@@ -280,22 +280,24 @@ def _tokens_first(x: Array, query: Float[Array, "b t k g h"]) -> Float[Array, "b
     return x.transpose(1, 2, 0, 3, *range(4, x.ndim))
 
 
-def by_block(function: Callable[[Any], Array], tokens: Any, block: Size) -> Float[Array, "b t ..."]:
+def by_block(function: Callable[[Any], Any], tokens: Any, block: Size) -> Any:
     """Apply a function, (b, length, ...) -> (b, length, ...), to `block` tokens at a time.
 
-    Tokens are an array or several.
-
-    The backward pass computes each block again.
+    Tokens and results are an array or several. The backward pass computes each block again.
     """
     b, t = jax.tree.leaves(tokens)[0].shape[:2]
     count, length = blocks(t, block)
     function = jax.checkpoint(function, prevent_cse=count == 1)
     tokens = jax.tree.map(lambda x: in_blocks(x, count, length), tokens)
     if count == 1:
-        return function(jax.tree.map(lambda x: x[0], tokens))[:, :t]
-    # (count, b, length, ...) -> (b, count length, ...)
-    outputs = jnp.moveaxis(jax.lax.map(function, tokens), 0, 1)
-    return outputs.reshape(b, count * length, *outputs.shape[3:])[:, :t]
+        outputs = function(jax.tree.map(lambda x: x[0], tokens))
+        return jax.tree.map(lambda x: x[:, :t], outputs)
+
+    def joined(x):  # (count, b, length, ...) -> (b, count length, ...)
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(b, count * length, *x.shape[3:])[:, :t]
+
+    return jax.tree.map(joined, jax.lax.map(function, tokens))
 
 
 def _over_features(weights: Array, s: Array, z: Array, dtype: jnp.dtype) -> tuple[Array, Array]:

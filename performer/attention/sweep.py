@@ -51,8 +51,8 @@ from jaxtyping import Array, Bool, Float, Int
 from performer.attention import decay
 from performer.attention.sizes import blocks
 from performer.attention.state import (
-    Features,
     Keys,
+    Map,
     Queries,
     State,
     combine,
@@ -189,7 +189,7 @@ def parts(x: Array, axis: int, count: Size, length: Size) -> Array:
 
 
 def sweep(
-    maps: tuple[Features, Features],
+    maps: tuple[Map, Map],
     queries: Queries,
     keys: Keys,
     ends: tuple[State, State | None],
@@ -269,7 +269,7 @@ def _windows(chunk: Size, t: Size, w: int) -> Size:
 
 
 def _block(
-    maps: tuple[Features, Features],
+    maps: tuple[Map, Map],
     cut: Cut,
     scale: float,
     robust: bool,
@@ -308,7 +308,7 @@ def _block(
     return following, rows
 
 
-def _key_features(key_map: Features, keys: Keys) -> KeyFeatures:
+def _key_features(key_map: Map, keys: Keys) -> KeyFeatures:
     split, value, log_weights, log_decay = jax.tree.map(flat, (key_map(keys.key), *keys[1:4]))
     return KeyFeatures(weighted(split, log_weights), value, log_decay)
 
@@ -322,7 +322,7 @@ def _at_end(end: State, xs: Chunks, side: int) -> Incoming:
     return Incoming(jax.tree.map(flat, end), segment)
 
 
-def _after_blocks(key_map: Features, cut: Cut, xs: Chunks, end: Incoming) -> Incoming:
+def _after_blocks(key_map: Map, cut: Cut, xs: Chunks, end: Incoming) -> Incoming:
     """States of the keys after each block."""
     whole = cut._replace(chunks=1, tokens=cut.chunks * cut.tokens)
 
@@ -469,7 +469,7 @@ def softmax_rows(logits: Array, value: Array, equation: str = "...ts,...sv->...t
 
 
 def _with_features(
-    maps: tuple[Features, Features],
+    maps: tuple[Map, Map],
     cut: Cut,
     robust: bool,
     rows: State,

@@ -33,10 +33,10 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from performer import calibration as calibrations
+from performer.attention import values
 from performer.attention.maps import features_of
 from performer.choices import unknown
-from performer.features import FeatureMap, Split
+from performer.features import Split
 from performer.graphs.features import EstimatedKernel, Features
 from performer.numerics import anywhere, dot, exponentials, finite, normalised
 
@@ -68,14 +68,11 @@ def masked_attention(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
     value: Float[Array, "*b s k v"],
-    frequencies: Float[Array, "*n m h"],
+    features: values.Features | Float[Array, "*n m h"],
     mask: EstimatedKernel | Float[Array, "*k t s"],
     *,
     key_mask: ArrayLike | None = None,
     scale: float | None = None,
-    weights: Float[Array, "*w m"] | None = None,
-    calibration: calibrations.Calibration | None = None,
-    feature_map: str | FeatureMap = "positive",
     implementation: Literal["dense", "sparse"] | None = None,
     links: Links | None = None,
 ) -> Float[Array, "*b t n v"]:
@@ -94,14 +91,11 @@ def masked_attention(
         query: (b, nodes, n, h), with any number of batch axes, all on the same graph.
         key: (b, nodes, k, h). Each key head serves n / k consecutive query heads.
         value: (b, nodes, k, v).
-        frequencies: as in `performer_attention`.
+        features: as in `performer_attention`, without exact pairs.
         mask: estimate of `graph_random_features`, maybe with one modulation for each head
             (`features.modulate`), or a dense matrix (nodes, nodes) or (n, nodes, nodes).
         key_mask: keys that exist, like the `mask` of `performer_attention`.
         scale: factor on q.k; 1 / sqrt(h) if None.
-        weights: as in `performer_attention`.
-        calibration: as in `performer_attention`.
-        feature_map: as in `performer_attention`.
         implementation: "sparse" sums over the visits of the walks: linear. "dense" forms the mask:
             faster for small graphs, unless norms above about 10 require one maximum for each row.
             None is "dense" up to `DENSE` nodes. Forward mode (`jax.jvp`) requires "dense", or a
@@ -118,28 +112,19 @@ def masked_attention(
     Example:
         >>> kernel = graphs.kernels.Diffusion(sigma=1.0)
         >>> mask = graphs.graph_random_features(key, graph, kernel, num_walks=8, p_halt=0.3)
-        >>> output = graphs.masked_attention(q, k, v, frequencies, mask)
+        >>> output = graphs.masked_attention(q, k, v, features, mask)
     """
     if implementation not in (None, "dense", "sparse"):
         raise ValueError(unknown("implementation", implementation, ("dense", "sparse")))
-    given = features_of(
-        query,
-        key,
-        value,
-        frequencies,
-        mask=key_mask,
-        scale=scale,
-        weights=weights,
-        calibration=calibration,
-        feature_map=feature_map,
-    )
+    given = features_of(query, key, value, features, mask=key_mask, scale=scale)
+    m = values.as_features(features).num_features
     _check_mask(mask, query.shape[-3], key.shape[-3], query.shape[-2])
     if not isinstance(mask, EstimatedKernel) and implementation == "sparse":
         raise ValueError("implementation='sparse' needs walks, and this mask is a dense matrix")
     sparse = implementation == "sparse" or (implementation is None and query.shape[-3] > DENSE)
     sparse = sparse and isinstance(mask, EstimatedKernel)
     if sparse and links is None:
-        links = link(cast(EstimatedKernel, mask), min(frequencies.shape[-2], value.shape[-1]))
+        links = link(cast(EstimatedKernel, mask), min(m, value.shape[-1]))
     try:
         output = _attention(*given, mask, links, sparse).astype(value.dtype)
     except TypeError as error:

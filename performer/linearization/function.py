@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from performer import couplings
-from performer.attention import performer_attention
+from performer.attention import Bias, Exact, Features, performer_attention
 from performer.linearization.compare import Setting, agreement, constant_agreement, lengths
 from performer.linearization.layers import Layer, Measured
 from performer.linearization.layout import Unfit
@@ -42,7 +42,6 @@ from performer.linearization.program import (
 )
 from performer.linearization.recipes import Options, replacements
 from performer.linearization.report import Report
-from performer.refinement import Linear
 from performer.typing import Coupling, float32_or_wider
 
 UNCHOSEN = "not chosen by where"
@@ -52,7 +51,7 @@ LINEAR = "linear already"
 class Replacement(NamedTuple):
     """Arrays of one place; in a scan with an axis of its steps before all others."""
 
-    attention: Linear
+    attention: Features
     scale: Float[Array, "*l n"]
     slopes: Float[Array, "*l n"] | None
 
@@ -71,7 +70,7 @@ def linearize(
     measured: Measured | None = None,
     seed: int = 0,
     show: Callable[[str], Any] | None = None,
-    **exact: int,
+    exact: Exact | None = None,
 ) -> tuple[Callable[..., Any], Report]:
     """Replace exact attention in a function by random-feature attention.
 
@@ -92,11 +91,11 @@ def linearize(
     within the tolerance, mean over heads:
 
         features   m = head_dim / 4, head_dim / 2, ... or 4 head_dim, at least 8, calibrated
-        exact_keys 16, 32 or 64 with them, in layers without causality, segments and ALiBi
-        exact_rows 1 there, if the row of the first query (a class token) is not within the
+        keys       16, 32 or 64 exact keys, in layers without causality, segments and ALiBi
+        rows       1 there, if the row of the first query (a class token) is not within the
                    tolerance
-        windows    exact_window=16, 32 or 64 and exact_first=1 in other layers, with features or
-                   (not refined) without
+        windows    of 16, 32 or 64 with one first key in other layers, with features or (not
+                   refined) without
 
     Two exact keys cost as much as one feature, and a window of w as 3 w keys, 2 w if causal. A
     place for which no recipe is enough stays exact, with a warning. Sizes that are given are those
@@ -117,7 +116,7 @@ def linearize(
             held-out examples serves all layers.
         keep: number of places, those with the largest errors, that stay exact. A scan is one place.
         tolerance: largest attention error of a layer; by default 0.1, refined 0.05. If sizes are
-            given, `num_features` and `exact_keys` are limits for it: each place has the cheapest
+            given, `num_features` and the exact keys are limits for it: each place has the cheapest
             numbers, down to an eighth of the features, that meet it, and stays exact if none do.
         where: name -> whether that place is replaced. Names follow the report: "model.py:57",
             and "model.py:57 #1" for the second place of a line.
@@ -126,9 +125,8 @@ def linearize(
         seed: of the frequencies.
         show: is called with a line of progress for each refined layer; None prints it to a
             terminal.
-        exact: `exact_window`, `exact_first`, `exact_keys` and `exact_rows`, pairs with exact
-            attention as in `performer.performer_attention`. A window applies where there are as
-            many queries as keys, exact keys in layers without causality, segments and ALiBi.
+        exact: pairs with exact attention, as in `performer.Features`. A window applies where there
+            are as many queries as keys, exact keys in layers without causality, segments and ALiBi.
 
     Returns:
         The new function and the report. The function takes the arguments of the given one, also by
@@ -160,7 +158,7 @@ def linearize(
     """
     given: Any = dict(coupling=coupling, num_features=num_features, calibration=calibration)
     given |= dict(refine_steps=refine_steps, keep=keep, tolerance=tolerance, seed=seed, show=show)
-    options = Options.of(batches, **given, **exact)
+    options = Options.of(batches, **given, exact=exact)
     require_one(measured, where)
     measured = measured or measure(function, batches, where=where)
     layers, places = measured.layers, measured.places
@@ -370,11 +368,11 @@ def _attended(values: Values, place: Place, setting: Setting, replacement: Repla
         (query.astype(float32_or_wider(query)) * factor).astype(query.dtype),
         key,
         value,
+        replacement.attention,
+        bias=None if alibi is None else Bias(decay=-alibi),
         mask=mask,
         is_causal="causal" in setting.kind,
-        alibi_slopes=alibi,
         segment_ids=segments,
-        **replacement.attention.options,
     )
     assert isinstance(output, jax.Array)
     output = place.layout.back(output)

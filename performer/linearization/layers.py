@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from performer.attention.values import Exact
+from performer.attention.values import Exact, Features
 from performer.calibration import Moments
 from performer.linearization.outputs import Outputs
 from performer.linearization.program import Named
-from performer.refinement import Linear, Sample, performer_estimate, row_squares, softmax_attention
+from performer.refinement import Sample, performer_estimate, row_squares, softmax_attention
 
 
 class Layer(NamedTuple):
@@ -91,7 +91,7 @@ def mean(errors: HeadErrors, name: str = "attention error") -> float:
 
 
 @partial(jax.jit, static_argnames="is_causal")
-def head_errors(sample: Sample, attention: Linear, is_causal: bool = False) -> HeadErrors:
+def head_errors(sample: Sample, attention: Features, is_causal: bool = False) -> HeadErrors:
     """Return name -> a number for each head of one layer: sums and means over what exists.
 
     "attention error" is |A^ - A|^2 / |A|^2, "standard error" the error of its mean over heads, over
@@ -102,7 +102,7 @@ def head_errors(sample: Sample, attention: Linear, is_causal: bool = False) -> H
     exist at a time.
     """
     groups, window = sample.query.shape[2] // sample.key.shape[2], attention.exact.window > 0
-    alone = Linear(None, exact=attention.exact._replace(keys=0))
+    alone = Features(None, exact=attention.exact._replace(keys=0))
 
     def squared_lengths(x, exists):
         lengths = jnp.where(exists[..., None], jnp.sum(x**2, axis=-1), 0)
@@ -113,8 +113,8 @@ def head_errors(sample: Sample, attention: Linear, is_causal: bool = False) -> H
         exact, pairs = softmax_attention(one, is_causal), one.pairs(is_causal)
         allowed = pairs.astype(exact.dtype)
         uniform = allowed / jnp.maximum(jnp.sum(allowed, axis=-1, keepdims=True), 1)
-        estimate = performer_estimate(attention.frequencies, attention, one, is_causal)
-        near = performer_estimate(None, alone, one, is_causal) if window else uniform * jnp.nan
+        estimate = performer_estimate(attention, one, is_causal)
+        near = performer_estimate(alone, one, is_causal) if window else uniform * jnp.nan
         entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), (0, 2, 3))
         changes = (estimate - exact, near - exact, uniform - exact, exact)
         rows = [row_squares(x, pairs)[0] for x in changes]  # (n, t) each

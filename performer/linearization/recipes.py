@@ -20,13 +20,13 @@ from jaxtyping import Array, PRNGKeyArray
 from performer import calibration as calibrations
 from performer import couplings
 from performer.analysis import by_cost
-from performer.attention.values import NOT_EXACT, Exact
+from performer.attention.refusals import check_exact
+from performer.attention.values import NOT_EXACT, Exact, Features
 from performer.linearization.layers import HeadErrors, Layer, Measured, head_errors, mean
 from performer.linearization.report import Report
 from performer.refinement import (
     START,
     Far,
-    Linear,
     Sample,
     calibrated_far,
     learned_estimate,
@@ -51,7 +51,7 @@ ENOUGH = 8
 """Held-out examples that suffice to compare two errors."""
 SQUARE = "it requires as many queries as keys"
 UNORDERED = "it requires attention without causality, segments and ALiBi"
-REQUIRES = dict(exact_window=SQUARE, exact_first=SQUARE, exact_keys=UNORDERED, exact_rows=UNORDERED)
+REQUIRES = Exact(SQUARE, SQUARE, UNORDERED, UNORDERED)
 
 
 class Recipe(NamedTuple):
@@ -68,8 +68,8 @@ class Recipe(NamedTuple):
         return 2 * self.num_features + chunks * window + first + keys + rows
 
     def __str__(self) -> str:
-        """The sizes that are not 0, for example m = 32, exact_keys=16."""
-        return ", ".join(filter(None, (f"m = {self.num_features}", str(self.exact))))
+        """The sizes that are not 0, for example m = 32, Exact(keys=16)."""
+        return f"m = {self.num_features}" + f", {self.exact}" * any(self.exact)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Options:
         most = 2 * h if self.num_features is None else self.num_features
         if most == 0 and not exact.window:
             raise ValueError(
-                f"{layer.path} has no exact_window, for {SQUARE}, and num_features=0 leaves it"
+                f"{layer.path} has no exact window, for {SQUARE}, and num_features=0 leaves it"
                 " nothing else: leave it exact by where"
             )
         if self.sized and self.tolerance is None:
@@ -135,23 +135,21 @@ class Options:
         Raises:
             ValueError: for invalid ones.
         """
-        names = [f"exact_{name}" for name in Exact._fields]
-        given = [keywords.pop(name, None) for name in names]
-        exact = Exact(*(number or 0 for number in given))
-        options = cls(**keywords, exact=None if given == [None] * len(given) else exact)
+        options = cls(**keywords)
+        exact = check_exact(options.exact or NOT_EXACT)
         calibrations.parts(options.calibration, options.coupling)
         counts: dict[str, int] = dict(refine_steps=options.refine_steps, keep=options.keep)
-        counts |= exact.options | dict(num_features=options.num_features or 0)
+        counts |= dict(num_features=options.num_features or 0)
         for name, count in counts.items():
             if count < 0:
                 raise ValueError(f"{name} must not be negative, got {count}")
         if options.tolerance is not None and not options.tolerance > 0:
             raise ValueError(f"tolerance must be positive, such as 0.1, got {options.tolerance}")
         if exact.first and not exact.window:
-            raise ValueError(f"exact_first={exact.first} requires exact_window > 0")
+            raise ValueError(f"{exact} requires a window, as in Exact(window=16, first=1)")
         if options.num_features == 0 and not exact.window:
             raise ValueError(
-                "num_features=0 attends to a window alone: it requires exact_window > 0"
+                "num_features=0 attends to a window alone: it requires exact=Exact(window=...)"
             )
         if hasattr(batches, "shape"):
             raise ValueError(
@@ -170,7 +168,7 @@ class Drawn(NamedTuple):
     """Attention in the place of a layer."""
 
     recipe: Recipe
-    ways: list[Linear]
+    ways: list[Features]
     """One, or with a window that is refined two: frequencies moved, or all parameters of `Far`."""
     error: float
     """The smallest attention error on held-out examples, mean over heads."""
@@ -184,7 +182,7 @@ Examples = Callable[[Layer], Sample]
 
 def replacements(
     measured: Measured, examples: Examples, options: Options
-) -> tuple[dict[int, Linear], Report]:
+) -> tuple[dict[int, Features], Report]:
     """Attention of the layers that do not stay exact, by number, and the report of all."""
     layers, show = measured.layers, options.show or _print
     keys = jax.random.split(jax.random.key(options.seed), len(layers))
@@ -271,11 +269,11 @@ def _calibrated(key: PRNGKeyArray, layer: Layer, recipe: Recipe, options: Option
         w = couplings.draw(key, options.coupling, m, *layer.held_out.key.shape[:-3:-1])
         if calibrations.parts(options.calibration):
             moments = layer.moments.astype(jnp.float32)
-            given = options.calibration, options.coupling, exact.is_mixed
+            given = options.calibration, options.coupling, exact.mixed
             fitted = calibrations.fit(moments, *given)
     fixed = fitted, traced(exact)
     errors = _errors(positive_estimate, w, fixed, layer.held_out, layer.is_causal)
-    return Drawn(recipe, [Linear(w, fitted, exact=exact)], *map(float, errors))
+    return Drawn(recipe, [Features(w, fitted, coupling=options.coupling, exact=exact)], *map(float, errors))
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -307,7 +305,7 @@ def _refined(drawn: Drawn, layer: Layer, sample: Sample, options: Options) -> Dr
         kind: Any = dict(method=options.calibration, coupling=options.coupling)
         start, fitted = calibrated_far(w, exact, sample, is_causal=is_causal, **kind)
         far = refine_far(Far.of(START * start.w_key), fitted, exact, sample, **how)
-        ways.append(Linear(far.w_key, None, far.w_query, far.weights, exact))
+        ways.append(far.features(exact))
         errors.append(
             _errors(learned_estimate, far, (None, traced(exact)), layer.held_out, is_causal)[0]
         )
@@ -315,15 +313,16 @@ def _refined(drawn: Drawn, layer: Layer, sample: Sample, options: Options) -> Dr
 
 
 def _remarks(
-    layer: Layer, linear: Linear, errors: HeadErrors, options: Options, is_new: bool
+    layer: Layer, linear: Features, errors: HeadErrors, options: Options, is_new: bool
 ) -> list[str]:
     """Return what the user should know about a layer."""
     remarks, error, exact = [], mean(errors), linear.exact
     if not is_new and not options.meets(error):
         remarks.append(f"stays exact: its error is {error:.2g}, the tolerance {options.limit:g}")
-    for name, number in (options.exact or NOT_EXACT).options.items():
-        if number and not exact.options[name] and options.tolerance is None:
-            remarks.append(f"has no {name}={number}: {REQUIRES[name]}")
+    wanted = options.exact or NOT_EXACT
+    for name, number, has, requires in zip(Exact._fields, wanted, exact, REQUIRES, strict=True):
+        if number and not has and options.tolerance is None:
+            remarks.append(f"has no {Exact(**{name: number})}: {requires}")
     if (
         is_new
         and layer.is_causal
@@ -332,7 +331,7 @@ def _remarks(
     ):
         remarks.append(
             f"is worse than uniform attention ({error:.2g}): causal layers need a window, for"
-            " example exact_window=32, exact_first=1"
+            " example exact=Exact(window=32, first=1)"
         )
     if is_new and len(layer.held_out.query) >= ENOUGH:
         fitted_error = mean(head_errors(layer.fitted, linear, layer.is_causal))

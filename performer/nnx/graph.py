@@ -39,7 +39,8 @@ class GraphAttention(nnx.Module):
         coupling: coupling of the frequencies.
         rngs: random streams, `params` and `frequencies`.
         options: keywords of `PerformerAttention` that `masked_attention` knows, such as
-            `feature_map`, and `calibration`, which is fitted to attention without the graph.
+            `feature_map` and `scale`, and `calibration`, which is fitted to attention without the
+            graph.
 
     Raises:
         ValueError: if `num_heads` does not divide the width; in a call as `masked_attention`.
@@ -114,7 +115,7 @@ class GraphAttention(nnx.Module):
         """Return the attention of the heads; a subclass may compute it in another way."""
         if mask is None:
             return self.attention_fn(query, key, value, mask=key_mask)
-        estimate = self.attention_fn.estimate
-        output = masked_attention(query, key, value, mask=mask, key_mask=key_mask, **estimate)
+        given, options = self.attention_fn.features, self.attention_fn.options
+        output = masked_attention(query, key, value, given, mask, key_mask=key_mask, **options)
         self.attention_fn.update_moments(query, key, mask=key_mask)
         return output

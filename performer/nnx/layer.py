@@ -12,16 +12,18 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from performer import calibration as calibrations
-from performer import choices, couplings, features
-from performer.attention import performer_attention
+from performer import choices, couplings
+from performer import features as maps
+from performer.attention import Bias, Exact, Features, performer_attention
 from performer.attention.dropin import attention_fn
 from performer.attention.parallel import over_tokens
-from performer.attention.values import Exact
+from performer.attention.values import NOT_EXACT
 from performer.calibration import Calibration
+from performer.features import FeatureMap
 from performer.refinement import LEARNED
 from performer.typing import Coupling, float32_or_wider
 
-OF_A_CALL = "mask", "is_causal", "segment_ids"
+OF_A_CALL = "mask", "is_causal", "segment_ids", "return_residual"
 """Options of `performer_attention` that a layer takes in each call."""
 
 
@@ -49,11 +51,11 @@ class PerformerAttention(nnx.Module):
     `use_running_average=True`) they are constant. A sequence never enters its own calibration, so
     causal attention stays causal.
 
-    Flax's decode mode passes all cached keys at each step. `performer_attention` with
-    `initial_state` decodes in constant time, also with an exact window.
+    Flax's decode mode passes all cached keys at each step. `performer.attention.stream` with
+    `layer.features` decodes in constant time, also with an exact window.
 
     Args:
-        num_features: m, number of frequencies per head; 0 for the pairs of an `exact_window` alone.
+        num_features: m, number of frequencies per head; 0 for the pairs of an exact window alone.
         head_dim: width of one head's queries and keys.
         coupling: name of a coupling, as of `performer.couplings.get`, or a hashable coupling.
         num_heads: number of heads with independent draws: all heads of the layer or, for grouped
@@ -73,10 +75,13 @@ class PerformerAttention(nnx.Module):
             combined with exact pairs.
         transferred: reserve `learned` for features of attention transfer, whose query frequencies
             and weights `performer.nnx.linearize` sets with a window.
+        feature_map: as of `performer.Features`.
+        exact: exact pairs; a window requires self attention, with or without Flax's cache.
+        bias: constant bias of all calls, such as `performer.alibi(slopes)`. A decay requires what a
+            window does.
         rngs: random streams; `frequencies` is used, or the default one.
-        options: constant keywords of `performer.performer_attention`, such as `feature_map` and
-            `implementation`. `exact_window`, `exact_first` and `alibi_slopes` require self
-            attention, with or without Flax's cache.
+        options: constant keywords of `performer.performer_attention`, such as `scale` and
+            `implementation`.
 
     Raises:
         ValueError: for an unknown coupling or feature map, or sizes that it does not admit; for a
@@ -106,6 +111,9 @@ class PerformerAttention(nnx.Module):
         use_running_average: bool = False,
         split: str | None = None,
         transferred: bool = False,
+        feature_map: str | FeatureMap = "positive",
+        exact: Exact = NOT_EXACT,
+        bias: Bias | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ):
@@ -117,15 +125,17 @@ class PerformerAttention(nnx.Module):
         if given := [name for name in OF_A_CALL if name in options]:
             raise ValueError(f"{given[0]} is an argument of the call, not of the layer")
         inspect.signature(performer_attention).bind_partial(**options)  # raises for unknown ones
-        features.get(options.get("feature_map", "positive"))
-        self.options = tuple((name, _hashable(x)) for name, x in options.items())
+        self.feature_map, self.exact = maps.get(feature_map), exact
+        self.keywords = tuple(options.items())
+        bias = bias or Bias()  # static: no array of a module is left out of its state
+        self.biases = _hashable(bias.keys), _hashable(bias.decay)
         self.coupling, self.redraw_every = coupling, redraw_every
         drawn = None
         if num_features:
             draw = coupling, num_features, head_dim, num_heads
             drawn = Frequencies(couplings.draw(rngs.frequencies(), *draw))
         self.frequencies = nnx.data(drawn)
-        names = calibrations.parts(calibration, coupling, self.exact.is_mixed)
+        names = calibrations.parts(calibration, coupling, exact.mixed)
         self.method = "+".join(names) or "none"
         self.momentum, self.num_queries = momentum, num_queries
         self.use_running_average, self.split = use_running_average, split
@@ -139,26 +149,32 @@ class PerformerAttention(nnx.Module):
             self.calibrate(jnp.zeros((*heads, *[2 * head_dim + 1] * 2), jnp.float32))
 
     @property
-    def estimate(self) -> dict[str, Any]:
-        """Keywords of `performer_attention`: frequencies, calibration and options."""
-        keywords: dict[str, Any] = _arrays(self.learned)
-        if keywords:
-            keywords["feature_map"] = LEARNED
-        options = {name: np.asarray(x) if isinstance(x, tuple) else x for name, x in self.options}
-        keywords["frequencies"] = None if self.frequencies is None else self.frequencies[...]
-        keywords["calibration"] = self.calibration
-        return keywords | options
+    def features(self) -> Features:
+        """The features of the next call, for `performer_attention` and `stream`."""
+        learned = _arrays(self.learned)
+        return Features(
+            None if self.frequencies is None else self.frequencies[...],
+            self.calibration,
+            **learned,
+            feature_map=LEARNED if learned else self.feature_map,
+            coupling=self.coupling,
+            exact=self.exact,
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Constant keywords of `performer_attention`, without the bias."""
+        return dict(self.keywords)
+
+    @property
+    def bias(self) -> Bias:
+        """The constant bias."""
+        return Bias(*(None if x is None else np.asarray(x, np.float32) for x in self.biases))
 
     @property
     def num_features(self) -> int:
         """m; 0 for exact pairs alone."""
         return 0 if self.frequencies is None else self.frequencies[...].shape[-2]
-
-    @property
-    def exact(self) -> Exact:
-        """Exact pairs of the options."""
-        options: dict[str, Any] = dict(self.options)
-        return Exact(*(options.get(f"exact_{name}", 0) for name in Exact._fields))
 
     @property
     def calibration(self) -> Calibration | None:
@@ -205,7 +221,7 @@ class PerformerAttention(nnx.Module):
         """
         if "moments" not in self.statistics or self.use_running_average:
             return
-        old, scale = self.statistics["moments"][...], dict(self.options).get("scale")
+        old, scale = self.statistics["moments"][...], self.options.get("scale")
         if old.dtype != float32_or_wider(old):
             raise ValueError(
                 f"the running moments of this layer have dtype {old.dtype}, not exact enough for"
@@ -227,7 +243,7 @@ class PerformerAttention(nnx.Module):
         value: Float[Array, "*b s k v"],
         *,
         mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
+        bias: Any = None,
         dropout_rng: Array | None = None,
         dropout_rate: float = 0.0,
         broadcast_dropout: bool = True,
@@ -245,7 +261,7 @@ class PerformerAttention(nnx.Module):
         products are always exact, and there is no dropout.
 
         Raises:
-            ValueError: for a bias, attention dropout, or a mask that depends on the query or the
+            ValueError: for an array as bias, attention dropout, or a mask that depends on the query or the
                 head, which linear attention cannot compute; or in training mode for running moments
                 that were cast to a dtype below float32.
         """
@@ -259,7 +275,9 @@ class PerformerAttention(nnx.Module):
             is_causal=is_causal,
             segment_ids=segment_ids,
             return_weights=module is not None,
-            **self.estimate,
+            features=self.features,
+            own_bias=self.bias,
+            **self.options,
         )
         if self.split is not None and mask is segment_ids is module is None:
             attend = over_tokens(attend, self.split)

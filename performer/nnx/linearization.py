@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from performer.attention import Features
 from performer.linearization.function import LINEAR, UNCHOSEN, require_one, warn
 from performer.linearization.layers import Layer, Measured
 from performer.linearization.layout import Unfit
@@ -19,7 +20,6 @@ from performer.linearization.recipes import Options, replacements
 from performer.linearization.report import Report
 from performer.nnx import _hooks as hooks_
 from performer.nnx.layer import PerformerAttention
-from performer.refinement import Linear
 
 Model = TypeVar("Model", bound=nnx.Module)
 Call = Callable[[Any, Any], Any]
@@ -66,15 +66,15 @@ def linearize(
         measured: result of `measure` on this model, to leave out the first passes. Only `measure`
             takes a `where` then.
         options: `coupling`, `num_features`, `calibration`, `refine_steps`, `keep`, `tolerance`,
-            `seed`, `show` and exact pairs, as of `performer.linearize`. Without sizes each layer
+            `seed`, `show` and `exact`, as of `performer.linearize`. Without sizes each layer
             has the cheapest within the tolerance.
 
     Returns:
         A new model of the same parameters, in evaluation mode, and the report.
 
     Raises:
-        ValueError: for batches that cannot be read again, numbers below 0, `exact_first` without a
-            window, an unknown coupling or calibration, `where` with `measured`, or a model without
+        ValueError: for batches that cannot be read again, numbers below 0, exact first
+            keys without a window, an unknown coupling or calibration, `where` with `measured`, or a model without
             attention.
 
     Example:
@@ -205,7 +205,7 @@ def _with(state: nnx.State, batches: Iterable[Any]) -> Iterator[tuple[nnx.State,
     return ((state, batch) for batch in batches)
 
 
-def _attention(layer: Layer, linear: Linear, options: Options) -> PerformerAttention:
+def _attention(layer: Layer, linear: Features, options: Options) -> PerformerAttention:
     """Module of a layer's attention, with its frequencies and calibration as state."""
     w, transferred = linear.frequencies, linear.weights is not None
     calibrated = linear.calibration is not None
@@ -217,7 +217,7 @@ def _attention(layer: Layer, linear: Linear, options: Options) -> PerformerAtten
         calibration=options.calibration if calibrated else "none",
         use_running_average=True,
         transferred=transferred,
-        **linear.exact.options,
+        exact=linear.exact,
         rngs=nnx.Rngs(frequencies=0),
     )
     if attention.frequencies is not None:

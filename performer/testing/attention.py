@@ -8,7 +8,6 @@ Assertions about errors are statistical, with `testing.FALSE_ALARM_RATE` (1e-4) 
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float
 from scipy import stats
 
 from performer import analysis
+from performer.attention.values import Features
 from performer.calibration import Calibration
 from performer.testing import couplings
 from performer.testing.reference import reference_attention
@@ -185,8 +185,9 @@ def assert_attention_matches(
             (b, 1, 1, s), causal cases `is_causal=True`, those with a scale `scale`.
         skip: families and transformations that fn does not support, names of `CASES` and
             `TRANSFORMS`. Crossed cases are compared without these properties.
-        feature_map: as of `reference_attention`. Skip "gradients" and norms for maps that may be
-            negative: their normalisers may nearly cancel, and gradients have no bound.
+        feature_map: as in the features of `reference_attention`. Skip "gradients" and norms for
+            maps that may be negative: their normalisers may nearly cancel, and gradients have no
+            bound.
         tolerance: factor on the bound.
 
     Raises:
@@ -256,7 +257,9 @@ def _compare(fn: AttentionFn, family: str, case: Case, feature_map: Any, toleran
 
 def _wanted(arrays, options, dtype: str, feature_map: Any, tolerance: float):
     """Reference, limit of its error (b, t, n), and the largest value."""
-    want, bound = reference_attention(*arrays, **options, feature_map=feature_map, with_bound=True)
+    *tokens, w = arrays
+    features = Features(w, feature_map=feature_map)
+    want, bound = reference_attention(*tokens, features, **options, with_bound=True)
     largest = float(np.abs(arrays[2].astype(np.float64)).max(initial=0))
     limit = tolerance * ROUNDOFF[dtype] * (bound + 2 * np.abs(want).max(axis=-1, initial=0))
     return want, limit + 1e-30, largest
@@ -281,13 +284,17 @@ def _fail_above(family, case, error, limit, got, want, hint) -> None:
 def _diagnosis(arrays, given, options, got, limit, feature_map) -> str:
     """Name what the function computes instead, if it is a known fault."""
     query, key, value, frequencies = arrays
-    attend = partial(reference_attention, feature_map=feature_map)
+
+    def attend(query, key, value, frequencies, **options):
+        features = Features(frequencies, feature_map=feature_map)
+        return reference_attention(query, key, value, features, **options)
+
     suspects: dict[str, Callable[[], np.ndarray]] = {
         "attention without the factor 1 / sqrt(head_dim)": lambda: attend(
             *arrays, **options | {"scale": 1.0}
         ),
         "the estimate with one maximum for all features and an epsilon of 1e-6": lambda: attend(
-            *arrays, **options, stabilizer="google"
+            *arrays, **options, with_epsilon=True
         ),
     }
     if options.get("is_causal"):
@@ -358,8 +365,8 @@ def _gradients(fn: AttentionFn, case: Case, feature_map: Any) -> None:
     wide = [x.astype(np.float64) for x in tokens]
 
     def reference_loss(query, key, value):
-        given = query, key, value, frequencies
-        output = reference_attention(*given, **options, feature_map=feature_map)
+        features = Features(frequencies, feature_map=feature_map)
+        output = reference_attention(query, key, value, features, **options)
         return np.sum(np.sin(output) * weight)
 
     for i, name in enumerate(("query", "key", "value")):
@@ -465,7 +472,7 @@ def assert_streams(
         >>> causal = partial(performer_attention, is_causal=True)
         >>> performer.testing.assert_streams(
         ...     causal,
-        ...     lambda state, *tokens: causal(*tokens, initial_state=state, return_state=True),
+        ...     lambda state, *tokens: performer.attention.stream(*tokens, state),
         ... )
     """
     length = sum(pieces)
@@ -533,7 +540,7 @@ def assert_attention_error(
         calibration: of the queries and keys.
         draws: number of draws.
         seed: of the draws.
-        options: keywords of `analysis.attention_error`, such as `is_causal` and `exact_keys`.
+        options: keywords of `analysis.attention_error`, such as `is_causal` and `exact`.
 
     Raises:
         AssertionError: with the error, its standard error and the error of uniform attention.

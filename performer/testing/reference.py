@@ -22,15 +22,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from performer.attention.bias import Bias
+from performer.attention.values import as_features
 from performer.calibration import Calibration
 from performer.features import FeatureMap
 
-Features = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Function = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(W x, |x|^2 / 2) -> phi(x), (t, m), (t, 1) -> (t, f m), in float64."""
 
 SOFTMAX = ("positive", "hyperbolic", "trigonometric")
 """Maps that estimate e^{q.k}."""
-OTHERS: dict[str, Features] = {
+OTHERS: dict[str, Function] = {
     "relu": lambda p, half: np.maximum(p, 0),
     "elu+1": lambda p, half: np.where(p > 0, p + 1, np.exp(np.minimum(p, 0))),
 }
@@ -40,27 +42,17 @@ def reference_attention(
     query: Any,
     key: Any,
     value: Any,
-    frequencies: Any,
+    features: Any,
     *,
+    bias: Any = None,
     mask: Any = None,
     is_causal: bool = False,
     scale: float | None = None,
     key_value_seq_lengths: Any = None,
-    key_log_weights: Any = None,
-    alibi_slopes: Any = None,
-    log_decay: Any = None,
     segment_ids: Any = None,
-    query_frequencies: Any = None,
-    weights: Any = None,
-    calibration: Any = None,
-    feature_map: str | Features | FeatureMap = "positive",
-    stabilizer: str = "exact",
-    exact_window: int = 0,
-    exact_first: int = 0,
-    exact_keys: int = 0,
-    exact_rows: int = 0,
     exact_pairs: Any = None,
     earlier: tuple[Any, Any] | None = None,
+    with_epsilon: bool = False,
     with_bound: bool = False,
 ) -> Any:
     """Estimate attention with random features, as the equations state it.
@@ -69,16 +61,15 @@ def reference_attention(
         query: (..., t, n, h), with any number of batch axes.
         key: (..., s, k, h); k divides n.
         value: (..., s, k, v).
-        frequencies: (m, h), (k, m, h) or (n, m, h).
-        mask, is_causal, scale, key_value_seq_lengths, key_log_weights: as in `performer_attention`.
-        alibi_slopes, log_decay, segment_ids, query_frequencies, weights: as there.
-        calibration: a `Calibration`, or its leaves in order.
-        feature_map: "positive", "hyperbolic", "trigonometric", "relu", "elu+1", a `FeatureMap`
-            (evaluated by its `split` in float64), or a function of (W x, |x|^2 / 2) in NumPy.
-        stabilizer: "exact", or "google": a maximum over all keys and features, 1e-6 added.
-        exact_window, exact_first, exact_keys, exact_rows: as in `performer_attention`.
+        features: `performer.Features`, or frequencies (m, h), (k, m, h) or (n, m, h). Their
+            calibration may be its leaves in order; their feature map also a function of
+            (W x, |x|^2 / 2) in NumPy. A `FeatureMap` is evaluated by its `split` in float64.
+        bias, mask, is_causal, scale, key_value_seq_lengths, segment_ids: as in
+            `performer_attention`.
         exact_pairs: further exact pairs, bool, broadcasting to (b, n, t, s).
         earlier: keys and values (b, r, k, .) that all queries see before the others, unmasked.
+        with_epsilon: one maximum over all keys and features, and 1e-6 added to every feature, as in
+            the public code of Choromanski et al. 2021.
         with_bound: also return the bound of the error.
 
     Returns:
@@ -87,20 +78,25 @@ def reference_attention(
     Example:
         >>> want = performer.testing.reference_attention(query, key, value, w, is_causal=True)
     """
+    features, bias = as_features(features), bias or Bias()
+    frequencies, weights, calibration = features.frequencies, features.weights, features.calibration
+    query_frequencies, feature_map, pairs = (
+        features.query_frequencies, features.feature_map, features.exact
+    )  # fmt: skip
     lead, (query, key, value) = _tokens(query, key, value)
     (b, t, n, h), k, s = query.shape, key.shape[2], key.shape[1]
     root = (h**-0.5 if scale is None else scale) ** 0.5
-    allowed, bias, key_bias, key, value = _pairs(
+    allowed, pair_bias, key_bias, key, value = _pairs(
         (query, key, value),
         (lead, is_causal),
-        (mask, key_value_seq_lengths, key_log_weights, segment_ids),
-        (alibi_slopes, log_decay),
+        (mask, key_value_seq_lengths, segment_ids),
+        bias,
     )
     exact = np.zeros((b, n, t, s), bool)
     ids = _segments(segment_ids, b, t, s)
-    if exact_window:
-        exact |= _window(ids[0], key_bias > -np.inf, exact_window, exact_first)[:, None]
-    exact[:, :, :exact_rows] = True
+    if pairs.window:
+        exact |= _window(ids[0], key_bias > -np.inf, pairs.window, pairs.first)[:, None]
+    exact[:, :, : pairs.rows] = True
     if exact_pairs is not None:
         exact |= np.asarray(exact_pairs)
     if earlier is not None:
@@ -110,9 +106,9 @@ def reference_attention(
             for x, y in zip(earlier, (key, value), strict=True)
         )
         wide = (0, 0), (0, 0), (0, 0), (before, 0)
-        allowed, bias = np.pad(allowed, wide, constant_values=True), np.pad(bias, wide)
+        allowed, pair_bias = np.pad(allowed, wide, constant_values=True), np.pad(pair_bias, wide)
         exact, key_bias = np.pad(exact, wide), np.pad(key_bias, ((0, 0), (before, 0), (0, 0)))
-    has_exact = bool(exact_window or exact_rows or exact_keys or exact_pairs is not None)
+    has_exact = any(pairs) or exact_pairs is not None
     leaves = _leaves(calibration, h)
     out, bound = np.zeros((b, t, n, value.shape[-1])), np.zeros((b, t, n))
     heads = n if np.ndim(frequencies) == 3 and len(frequencies) == n else k
@@ -131,12 +127,12 @@ def reference_attention(
             )
             w_query = w if query_frequencies is None else _head(query_frequencies, 2, head, n)
             head_terms = _terms(
-                q, keys, w_query, w, log_a, feature_map, stabilizer,
+                q, keys, w_query, w, log_a, feature_map, with_epsilon,
                 key_bias[i, :, key_head], has_exact,
             )  # fmt: skip
             terms.append((*head_terms, q @ keys.T, np.abs(q) @ np.abs(keys).T))
-        if exact_keys:
-            chosen = _heaviest(terms, allowed[i, members], key_bias[i, :, key_head], exact_keys)
+        if pairs.keys:
+            chosen = _heaviest(terms, allowed[i, members], key_bias[i, :, key_head], pairs.keys)
             exact[i, members] |= chosen
         for head, (logs, signs, off, logits, size) in zip(members, terms, strict=True):
             pair = exact[i, head][..., None]
@@ -148,7 +144,7 @@ def reference_attention(
             off = np.where(pair, np.where(first, exactly + spread, -np.inf), off)
             signs = signs if signs is None else np.where(pair, 1, signs)
             out[i, :, head], bound[i, :, head] = _normalised(
-                logs, signs, off, allowed[i, head], bias[i, head], value[i, :, head * k // n]
+                logs, signs, off, allowed[i, head], pair_bias[i, head], value[i, :, head * k // n]
             )
     out = out.reshape(*lead, *out.shape[1:])
     return (out, bound.reshape(*lead, *bound.shape[1:])) if with_bound else out
@@ -159,13 +155,11 @@ def softmax_attention(
     key: Any,
     value: Any,
     *,
+    bias: Any = None,
     mask: Any = None,
     is_causal: bool = False,
     scale: float | None = None,
     key_value_seq_lengths: Any = None,
-    key_log_weights: Any = None,
-    alibi_slopes: Any = None,
-    log_decay: Any = None,
     segment_ids: Any = None,
 ) -> np.ndarray:
     """Return softmax attention in float64; arguments as of `reference_attention`.
@@ -176,16 +170,17 @@ def softmax_attention(
         >>> exact = performer.testing.softmax_attention(query, key, value, is_causal=True)
     """
     lead, tokens = _tokens(query, key, value)
-    allowed, bias, key_bias, key, value = _pairs(
+    bias = bias or Bias()
+    allowed, pair_bias, key_bias, key, value = _pairs(
         tokens,
         (lead, is_causal),
-        (mask, key_value_seq_lengths, key_log_weights, segment_ids),
-        (alibi_slopes, log_decay),
+        (mask, key_value_seq_lengths, segment_ids),
+        bias,
     )
     (n, h), k = tokens[0].shape[2:], key.shape[2]
     key, value, key_bias = (x.repeat(n // k, axis=2) for x in (key, value, key_bias))
     scale = h**-0.5 if scale is None else scale
-    logits = scale * np.einsum("btnh,bsnh->bnts", tokens[0], key) + bias
+    logits = scale * np.einsum("btnh,bsnh->bnts", tokens[0], key) + pair_bias
     logits = np.where(allowed, logits + key_bias.swapaxes(1, 2)[:, :, None], -np.inf)
     top = logits.max(axis=-1, initial=-np.inf, keepdims=True)
     kernel = np.exp(logits - np.where(np.isinf(top), 0, top))
@@ -204,10 +199,10 @@ def _tokens(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], list[np.
     return lead, [x.reshape(int(np.prod(lead)), *x.shape[-3:]) for x in arrays]
 
 
-def _pairs(tokens, kind, key_options, pair_options):
+def _pairs(tokens, kind, key_options, bias: Bias):
     """Pairs (b, n, t, s) that are allowed and their log-weights; log-weights of keys (b, s, k)."""
     (query, key, value), (lead, is_causal) = tokens, kind
-    (mask, lengths, log_weights, segment_ids), (slopes, log_decay) = key_options, pair_options
+    mask, lengths, segment_ids = key_options
     (b, t, n, _), (_, s, k, _) = query.shape, key.shape
     exists = np.ones((b, s), bool)
     if mask is not None:
@@ -215,8 +210,8 @@ def _pairs(tokens, kind, key_options, pair_options):
     if lengths is not None:
         exists &= np.arange(s) < np.broadcast_to(lengths, lead).reshape(b, 1)
     key_bias = np.zeros((b, s, k))
-    if log_weights is not None:
-        given = np.asarray(log_weights).astype(np.float64)
+    if bias.keys is not None:
+        given = np.asarray(bias.keys).astype(np.float64)
         given = given if given.ndim > len(lead) + 1 else given[..., None]
         heads = given.shape[-1]
         key_bias = key_bias + np.broadcast_to(given, (*lead, s, heads)).reshape(b, s, heads)
@@ -230,12 +225,12 @@ def _pairs(tokens, kind, key_options, pair_options):
     if is_causal:
         allowed &= np.arange(s) <= np.arange(t)[:, None]
     allowed = allowed[:, None] & np.repeat(exists_at, n // k, axis=2).swapaxes(1, 2)[:, :, None]
-    bias = np.zeros((b, n, t, s))
-    if slopes is not None:
-        bias = bias - _per_head(np.broadcast_to(slopes, np.shape(slopes)), n) * _distance(ids)
-    if log_decay is not None:
-        bias = bias + _decay(ids, np.asarray(log_decay).astype(np.float64), lead, n)
-    return allowed, bias, key_bias, key, value
+    decay, pair_bias = bias.decay, np.zeros((b, n, t, s))
+    if decay is not None and np.ndim(decay) == 1:
+        pair_bias = pair_bias + _per_head(decay, n) * _distance(ids)
+    elif decay is not None:
+        pair_bias = pair_bias + _decay(ids, np.asarray(decay).astype(np.float64), lead, n)
+    return allowed, pair_bias, key_bias, key, value
 
 
 def _segments(segment_ids: Any, b: int, t: int, s: int) -> tuple[np.ndarray, np.ndarray]:
@@ -321,7 +316,7 @@ def _one_head(query, key, frequencies, weights, leaves, absolute: bool):
     return query @ scale, (key - c) @ inverse, w, log_a
 
 
-def _function(feature_map: str | Features | FeatureMap) -> Features:
+def _function(feature_map: str | Function | FeatureMap) -> Function:
     """phi as a function in NumPy."""
     if isinstance(feature_map, str):
         return OTHERS[feature_map]
@@ -337,7 +332,7 @@ def _function(feature_map: str | Features | FeatureMap) -> Features:
     return split
 
 
-def _terms(query, key, w_query, w_key, log_a, feature_map, stabilizer, key_bias, absolute: bool):
+def _terms(query, key, w_query, w_key, log_a, feature_map, epsilon, key_bias, absolute: bool):
     """log |T|, the signs of T or None, and the logarithm of what T is off by at most.
 
     T is (t, s, f m). Without `absolute` it lacks a factor of the row.
@@ -349,7 +344,7 @@ def _terms(query, key, w_query, w_key, log_a, feature_map, stabilizer, key_bias,
     known_key = np.where(exists, np.abs(np.where(exists, key_bias, 0)), 0)[:, None]
     signs, key_bias = None, key_bias[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
-        if stabilizer == "google":
+        if epsilon:
             top = r[exists].max(initial=-np.inf)
             query_logs = np.log(np.exp(p - half_q - p.max(axis=-1, keepdims=True)) + 1e-6)
             key_logs = np.log(np.exp(r - half - (0 if np.isinf(top) else top)) + 1e-6)
@@ -376,7 +371,7 @@ def _terms(query, key, w_query, w_key, log_a, feature_map, stabilizer, key_bias,
         return logs, signs, off
 
 
-def _other_terms(phi: Features, at_query, at_key, size, log_a, key_bias, known_key):
+def _other_terms(phi: Function, at_query, at_key, size, log_a, key_bias, known_key):
     """The terms of a map that is a function; its slopes are differences."""
 
     def value_and_slope(p, half):

@@ -6,8 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from performer import calibration, couplings, features, performer_attention
+from performer import (
+    Bias,
+    Exact,
+    Features,
+    alibi,
+    calibration,
+    couplings,
+    features,
+    performer_attention,
+)
+from performer.attention import stream
 from performer.features import FeatureMap
+from performer.testing import reference_attention
 
 H, V, M = 8, 5, 12
 MAPS = tuple(features.MAPS)
@@ -53,6 +64,29 @@ def far_apart(norm, t=14):
     return *(jnp.asarray(norm * x, jnp.float32) for x in unit), value, frequencies
 
 
+OF_FEATURES = ("calibration", "weights", "query_frequencies", "feature_map", "coupling")
+
+
+def by_keywords(function, query, key, value, frequencies, **keywords):
+    """Call `performer_attention`, or a function like it, with fields of its values as keywords.
+
+    They are the fields of `Features`, "exact_" and the fields of `Exact`, "keys" and "decay" of
+    `Bias`, and "slopes" for `alibi`; so that tests can vary one of them, or cross them.
+    """
+    exact = {x: keywords.pop(f"exact_{x}") for x in Exact._fields if f"exact_{x}" in keywords}
+    given = {x: keywords.pop(x) for x in OF_FEATURES if x in keywords}
+    bias = Bias(keywords.pop("keys", None), keywords.pop("decay", None))
+    if (slopes := keywords.pop("slopes", None)) is not None:
+        bias = bias + alibi(slopes)
+    features = Features(frequencies, **given, exact=Exact(**exact))
+    return function(query, key, value, features, bias=bias, **keywords)
+
+
+attend = partial(by_keywords, performer_attention)
+streamed = partial(by_keywords, stream)
+oracle = partial(by_keywords, reference_attention)
+
+
 SLOPES = np.array([0.5, 0.3, 0.0, 2.0], np.float32)
 """Of ALiBi, one for each of the four heads."""
 
@@ -76,7 +110,7 @@ def by_op(query, key, value, *, batch=3, num_features=16, pairs=None, **options)
     drawn_key = jax.random.split(jax.random.key(0), 1)[0]
     frequencies = couplings.draw(drawn_key, couplings.DEFAULT, num_features, width, heads)
     fitted = calibration.fit(moments, "full", couplings.DEFAULT, "exact_window" in options)
-    return performer_attention(query, key, value, frequencies, calibration=fitted, **options)
+    return attend(query, key, value, frequencies, calibration=fitted, **options)
 
 
 def close(got, want, tolerance=1e-5):

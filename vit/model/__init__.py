@@ -200,7 +200,7 @@ def attention_of(config: Config, block: configs.Block, rngs: nnx.Rngs) -> Callab
         calibration=block.calibration,
         feature_map=attention.feature_map,
         implementation=None if attention.implementation == "auto" else attention.implementation,
-        **configs.exact(config, block).options,
+        exact=configs.exact(config, block),
         split="seq",
         transferred=block.transferred,
         rngs=rngs,

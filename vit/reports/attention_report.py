@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from performer import features
 from performer.analysis import attention_error
 from performer.attention.values import NOT_EXACT, Exact
 from performer.nnx import PerformerAttention
@@ -53,21 +54,21 @@ def rows(
     Raises:
         ValueError: if the task does not describe its attention, the coupling is unknown, or the
             features are not positive: other maps are not measured.
-        TypeError: for a layer with options that are not measured, as `alibi_slopes`.
+        ValueError: for a layer with a bias, which is not measured.
     """
     functions = [layer.attention_fn for layer in task.layers(model)]
     linear = [isinstance(function, PerformerAttention) for function in functions]
     for function in itertools.compress(functions, linear):
-        if function.estimate.get("feature_map", "positive") not in ("positive", LEARNED):
+        if function.features.map not in (features.positive, LEARNED):
             raise ValueError("attention errors are measured for the feature map positive alone")
+        if function.biases != (None, None):
+            raise ValueError("attention errors are measured without a bias, and a layer has one")
     triples, records = nnx.jit(task.projections)(model, batch), []
     for number, (function, (query, key, value)) in enumerate(zip(functions, triples, strict=True)):
-        m, calibration, options = num_features, None, exact.options
+        m, calibration, pairs, scale = num_features, None, exact, None
         if linear[number]:
-            m, calibration = function.num_features, function.calibration
-            options = dict(function.options)
-            for name in ("feature_map", "implementation"):
-                options.pop(name, None)
+            m, calibration, pairs = function.num_features, function.calibration, function.exact
+            scale = function.options.get("scale")
         error = attention_error(
             query,
             key,
@@ -76,11 +77,12 @@ def rows(
             num_features=m,
             draws=draws,
             calibration=calibration,
-            **options,
+            exact=pairs,
+            scale=scale,
         )
         assert error.output is not None
         assert error.uniform_output is not None
-        scale = options.get("scale") or key.shape[-1] ** -0.5
+        scale = scale or key.shape[-1] ** -0.5
         squared_length = scale * jnp.mean(jnp.sum(query**2 + key**2, axis=-1), axis=(0, 1))
         for head in range(query.shape[2]):
             # The examples share the draws: averaging does not reduce their standard errors.

@@ -77,8 +77,9 @@ def linearized(
     measured = measured_layers(task, model, batches)
 
     def replaced(case: Case) -> tuple[Model, Report]:
-        exact = configs.exact(config, case.block).options
-        sizes: Any = exact | {"num_features": case.block.num_features} if case.is_sized else {}
+        exact, sizes = configs.exact(config, case.block), {}
+        if case.is_sized:
+            sizes: Any = {"num_features": case.block.num_features, "exact": exact}
         return linearize(
             model,
             batches,

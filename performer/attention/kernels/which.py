@@ -7,9 +7,7 @@ process: `jax.lax.platform_dependent` chooses, inside one `jax.custom_vjp`.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple, cast
@@ -25,7 +23,7 @@ from performer.attention import sizes
 from performer.attention.maps import Arguments
 from performer.attention.sizes import LANES, ROWS
 from performer.attention.state import varying
-from performer.attention.values import Estimate, Exact, Pairs, Plan, Tokens
+from performer.attention.values import Call, Plan
 
 NAMES = {"tpu": "TPU", "cuda": "GPU"}
 MODULES = {"tpu": "performer.attention.kernels.tpu", "cuda": "performer.attention.kernels.gpu"}
@@ -83,48 +81,22 @@ class Wanted:
     log_weights: bool = False
 
 
-class Call(NamedTuple):
-    """A call of `performer_attention`, as far as the choice of a kernel depends on it."""
-
-    tokens: Tokens
-    estimate: Estimate
-    exact: Exact
-    pairs: Pairs
-    streams: bool
-    """True with a state before or after it, or a sequence on several devices."""
-    implementation: str | None
-
-
-Noted = list[tuple[Call, str]]
-"""Calls with abstract arrays, and how they are computed here."""
-CALLS: ContextVar[Noted | None] = ContextVar("CALLS", default=None)
-
-
-@contextmanager
-def noted() -> Iterator[Noted]:
-    """List the calls that are traced in this context."""
-    token = CALLS.set(calls := [])
-    try:
-        yield calls
-    finally:
-        CALLS.reset(token)
-
-
-def planned(plan: Plan, call: Call) -> Plan:
-    """The plan, with a kernel if the call gets one; a warning if it names one and gets none."""
-    here = sizes.platform()
-    if (calls := CALLS.get()) is not None:
-        calls.append((call, path(call, here)))
+def planned(call: Call, platform: str) -> Plan:
+    """How to compute a call on a platform; a warning if it names the kernels and gets none."""
+    # With a window what is left to the features is small: a lost row would be wrong for no gain.
+    by_default = call.implementation is None
+    robust = call.implementation == "robust" or (by_default and call.exact.window > 0)
+    plan = Plan(call.scale, call.absolute, call.residual, call.axis_name, robust=robust)
     if call.implementation not in (None, "pallas"):
         return plan
-    reason = unsupported(call, here)
-    if call.implementation is None:
-        reason = not_default(call, here) or reason
+    reason = unsupported(call, platform)
+    if by_default:
+        reason = not_default(call, platform) or reason
     elif reason:
         warn(f"does not support {reason}: attention is computed without the kernel")
-    elif here not in ("gpu", "tpu") and not INTERPRET:
-        warn(f"is for programs compiled for a TPU or GPU: those for {here} have no kernel")
-    return plan if reason else dataclasses.replace(plan, kernel=kernel_of(call, here))
+    elif platform not in ("gpu", "tpu") and not INTERPRET:
+        warn(f"is for programs compiled for a TPU or GPU: those for {platform} have no kernel")
+    return plan if reason else dataclasses.replace(plan, kernel=kernel_of(call, platform))
 
 
 def path(call: Call, platform: str) -> str:
@@ -146,7 +118,7 @@ def kernel_of(call: Call, platform: str) -> Kernel:
     """The kernel of a call that has one; on a CPU the kernel for TPUs, to be exported."""
     on = kernels_for(platform)
     heads, block = (0, 0) if on == "cuda" else heads_and_block(call) or (0, 0)
-    return Kernel(call.estimate.scale, call.pairs.is_causal, heads, block, on, bool(INTERPRET))
+    return Kernel(call.scale, call.is_causal, heads, block, on, bool(INTERPRET))
 
 
 def kernels_for(platform: str) -> str:
@@ -161,7 +133,7 @@ def not_default(call: Call, platform: str) -> str:
     known to share the batch, by the mesh in context or `jax.shard_map`: compilers do not shard a
     kernel, but gather its operands.
     """
-    mesh, batch = jax.sharding.get_abstract_mesh(), call.tokens.query.shape[0]
+    mesh, batch = jax.sharding.get_abstract_mesh(), call.batch
     if platform != "gpu":
         return f"on a {platform.upper()}"
     if mesh.empty and jax.device_count() > 1:
@@ -170,7 +142,7 @@ def not_default(call: Call, platform: str) -> str:
         return "on a mesh with axes of type Explicit"
     if not is_symbolic_dim(batch) and batch % sizes.devices():
         return f"for a batch of {batch} on {sizes.devices()} devices"
-    if (dtype := call.tokens.query.dtype) != jnp.bfloat16 and not INTERPRET:
+    if (dtype := call.dtypes[0]) != "bfloat16" and not INTERPRET:
         return f"in {dtype}, which was not timed"
     if padded_sizes(call, "cuda") != given_sizes(call):
         return f"for {SIZES} = {given_sizes(call)}, of which powers of two were timed"
@@ -182,8 +154,7 @@ SIZES = "(head_dim, width of value, num_features)"
 
 def given_sizes(call: Call) -> tuple[int, int, int]:
     """head_dim, width of the value and number of features of a call."""
-    tokens, estimate = call.tokens, call.estimate
-    return tokens.query.shape[-1], tokens.value.shape[-1], estimate.frequencies.shape[-2]
+    return call.h, call.v, call.m
 
 
 def padded_sizes(call: Call, platform: str) -> tuple[int, ...]:
@@ -199,21 +170,21 @@ def padded_size(size: int, platform: str) -> int:
 def unsupported(call: Call, platform: str) -> str:
     """What of the call the kernels of a platform do not support; or ""."""
     on = kernels_for(platform)
-    tokens, estimate, exact, pairs, streams, _ = call
-    shapes = (*estimate.frequencies.shape, *(size for x in tokens for size in x.shape))
-    dtypes = [x.dtype.name for x in tokens]
+    sizes_of_call = call[:8]
+    dtypes = list(call.dtypes)
     served = [{"bfloat16"}, {"float16"}] if on == "cuda" else [{"float32"}, {"bfloat16"}]
     if INTERPRET:
         served.append({"float32"})
     reasons = {
-        "symbolic shapes": any(map(is_symbolic_dim, shapes)),
-        "empty arrays": 0 in shapes,
-        f"feature_map={estimate.feature_map}": estimate.feature_map != features.positive,
-        "stabilizer='google'": estimate.stabilizer == "google",
-        "segment_ids": pairs.segments is not None,
-        str(exact): any(exact),
-        "alibi_slopes or log_decay": pairs.log_decay is not None,
-        "initial_state, return_state or axis_name": streams,
+        "symbolic shapes": any(map(is_symbolic_dim, sizes_of_call)),
+        "features without frequencies": call.m == 0,
+        "empty arrays": 0 in sizes_of_call,
+        f"feature_map={call.feature_map}": call.feature_map != features.positive,
+        "segment_ids": call.packed,
+        str(call.exact): any(call.exact),
+        "a decay": call.decayed,
+        "states or axis_name": call.streams or call.axis_name is not None,
+        "return_residual=True": call.residual,
         f"query, key and value of dtypes {dtypes} on a {NAMES[on]}": set(dtypes) not in served,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), ""):
@@ -234,11 +205,10 @@ def warn(reason: str) -> None:
 
 def heads_and_block(call: Call) -> tuple[int, int] | None:
     """Key heads and tokens of a step of the kernels for TPU; None if no head fits."""
-    (query, key, value), frequencies = call.tokens, call.estimate.frequencies
-    t, s, n = query.shape[-3], key.shape[-3], query.shape[-2]
+    t, s, n = call.t, call.s, call.n
     h, v, m = padded_sizes(call, "tpu")
-    k = n if frequencies.shape[:-2] == (n,) else key.shape[-2]
-    size, longest = value.dtype.itemsize, -(-max(t, s) // LANES) * LANES
+    k = n if call.per_query_head else call.k
+    size, longest = jnp.dtype(call.dtypes[2]).itemsize, -(-max(t, s) // LANES) * LANES
 
     def heads(kind: str, block: int) -> int:
         wide = 1.5 if v + ROWS > LANES else 1.0
@@ -248,7 +218,7 @@ def heads_and_block(call: Call) -> tuple[int, int] | None:
 
     several = [block for block in (8 * LANES, 4 * LANES, 2 * LANES, LANES) if block < longest]
     choices = [("blocks", block) for block in several]
-    if call.pairs.is_causal:
+    if call.is_causal:
         choices = [("causal", LANES)]
     elif longest <= 8 * LANES:
         choices = [("one block", longest), *choices]
