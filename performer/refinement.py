@@ -529,9 +529,7 @@ def at_least_near(
     return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
 
 
-def refined(
-    features: Features, sample: Sample, *, steps: int, is_causal: bool = False
-) -> Features:
+def refined(features: Features, sample: Sample, *, steps: int, is_causal: bool = False) -> Features:
     """Features with frequencies moved towards softmax attention by `transfer`.
 
     Calibration and exact pairs stay. All parameters of the features of far pairs move in

@@ -99,7 +99,6 @@ def windowed(window, query, key, value, frequencies, **options):
     return blocked(query, key, value, features, **options)
 
 
-
 IMPLEMENTATIONS = {
     "ours": blocked,
     "public": public,

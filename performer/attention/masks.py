@@ -68,8 +68,8 @@ def truth(mask: ArrayLike) -> Bool[Array, "..."]:
     """The mask as booleans; raise ValueError for one that is added to logits."""
     if (bad := first(mask, lambda x: ~(x >= 0))) is not None:
         raise ValueError(
-            f"mask has the value {bad}: if it is added to the logits pass that as"
-            " key_log_weights, else 1 (or True) where a key exists and 0 where it does not"
+            f"mask has the value {bad}: if it is added to the logits pass it as"
+            " bias=performer.Bias(keys=...), else 1 (or True) where a key exists and 0 where it does not"
         )
     return jnp.asarray(mask).astype(bool)
 

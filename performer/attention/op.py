@@ -1,9 +1,10 @@
 """`performer_attention`, the public call, and the sums that compute it.
 
-A call makes its values (`values`, `bias`), refuses what does not fit (`refusals`) and plans the sums
-(`kernels.which`). `maps` turns tokens into features. Attention that depends on positions goes chunk by chunk (`sweep`, `exact`): each part
-returns rows (`state.State`), `combine` adds them, and `ratio` divides. Other attention is one state
-of all keys, which the queries look up block by block (`state.attend`).
+A call makes its values (`values`, `bias`), refuses what does not fit (`refusals`) and plans the
+sums (`kernels.which`). `maps` turns tokens into features. Attention that depends on positions goes
+chunk by chunk (`sweep`, `exact`): each part returns rows (`state.State`), `combine` adds them, and
+`ratio` divides. Other attention is one state of all keys, which the queries look up block by block
+(`state.attend`).
 """
 
 from dataclasses import replace
@@ -203,7 +204,14 @@ def performer_attention(
     options |= dict(segment_ids=segment_ids, axis_name=axis_name)
     tokens = Tokens(query, key, value)
     ready = _prepared(
-        tokens, features, bias, is_causal, scale, implementation, residual=return_residual, **options
+        tokens,
+        features,
+        bias,
+        is_causal,
+        scale,
+        implementation,
+        residual=return_residual,
+        **options,
     )
     output, residual, _ = _computed(ready, None)
     return cast(Any, (output, residual) if return_residual else output)
@@ -354,9 +362,10 @@ def _prepared(
 ) -> Ready:
     """The values of a call, or the error that it deserves."""
     bias, features = refusals.check_bias(bias), as_features(given)
-    features = replace(features, exact=refusals.check_exact(features.exact), feature_map=features.map)
     refusals.check_arrays(*inputs, features)
     refusals.check_words(implementation, is_causal, mask, features)
+    exact = refusals.check_exact(features.exact)
+    features = replace(features, exact=exact, feature_map=features.map)
     scale = refusals.positive_scale(scale, inputs.query.shape[-1])
     lead, tokens = inputs.query.shape[:-3], refusals.with_one_batch_axis(inputs)
     refusals.check_features(features, tokens)

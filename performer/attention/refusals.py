@@ -63,8 +63,7 @@ INSTEAD = {
     " calibration=performer.calibration.Calibration(shift=...)), after the factor sqrt(scale)",
     "dropout_rate": "there are no attention weights to drop; put dropout after attention",
     "num_features": "draw them: performer.Features.draw(key, coupling, num_features, head_dim)",
-    "coupling": "draw the features: performer.Features.draw(key, coupling, num_features,"
-    " head_dim)",
+    "coupling": "draw the features: performer.Features.draw(key, coupling, num_features, head_dim)",
 }
 """Keywords of other functions, and of fields of `Features`: what to write here."""
 MATRIX = (
@@ -165,7 +164,9 @@ def number(name: str, x: Any) -> int:
     try:
         count = operator.index(x)
     except TypeError:
-        raise ValueError(f"Exact({name}={x!r}): must be an integer, static and at least 0") from None
+        raise ValueError(
+            f"Exact({name}={x!r}): must be an integer, static and at least 0"
+        ) from None
     if count < 0:
         raise ValueError(f"Exact({name}={count}) must not be negative")
     return count
@@ -378,8 +379,7 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
     ),
     (
         lambda c: c.exact.window and c.t != c.s,
-        "{c.exact} requires one key for each query, got {c.t} queries and"
-        " {c.s} keys",
+        "{c.exact} requires one key for each query, got {c.t} queries and {c.s} keys",
     ),
     (
         lambda c: c.exact.window and c.cross_packed,
@@ -393,13 +393,11 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
     ),
     (
         lambda c: c.exact.keys and c.packed,
-        "{c.exact} cannot be combined with segment_ids: keys are chosen for a whole"
-        " sequence",
+        "{c.exact} cannot be combined with segment_ids: keys are chosen for a whole sequence",
     ),
     (
         lambda c: c.exact.keys and c.decayed,
-        "{c.exact} cannot be combined with a decay: keys are chosen by their"
-        " content",
+        "{c.exact} cannot be combined with a decay: keys are chosen by their content",
     ),
     (
         lambda c: c.exact.rows and c.is_causal,
@@ -408,13 +406,11 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
     ),
     (
         lambda c: c.exact.rows and c.packed,
-        "{c.exact} cannot be combined with segment_ids: it is for the class token"
-        " of one sequence",
+        "{c.exact} cannot be combined with segment_ids: it is for the class token of one sequence",
     ),
     (
         lambda c: c.exact.rows and c.decayed,
-        "{c.exact} cannot be combined with a decay: it is for class tokens, which"
-        " have no position",
+        "{c.exact} cannot be combined with a decay: it is for class tokens, which have no position",
     ),
     # Positions
     (
@@ -427,10 +423,6 @@ REFUSALS: tuple[tuple[Callable[[Call], Any], str], ...] = (
         "causal segments require one key for each query, got {c.t} queries and {c.s} keys",
     ),
     # States
-    (
-        lambda c: c.streams and c.packed,
-        "segment_ids cannot be combined with states: a segment ends with its call",
-    ),
     (
         lambda c: c.streams and c.is_causal and c.t != c.s,
         "a causal state requires one key for each query, got {c.t} queries and {c.s} keys",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -25,6 +26,8 @@ from performer.typing import Coupling, Size
 
 STATIC: Any = {"static": True}
 """Metadata of a field that belongs to the structure."""
+Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+"""An array, or its shape and dtype for `explain` and `jax.eval_shape`."""
 
 
 class Tokens(NamedTuple):
@@ -91,7 +94,7 @@ class Features:
         >>> output = performer_attention(query, key, value, features)
     """
 
-    frequencies: Float[Array, "*n m h"] | None
+    frequencies: Float[Leaf, "*n m h"] | None
     """N(0, I_h) rows drawn by a coupling, rounded to the dtype of queries: (m, h) for all heads,
     (k, m, h) for key heads, or (n, m, h) for query heads at the cost of n key heads. None has no
     features: only the pairs of a window are attended to."""
@@ -99,11 +102,11 @@ class Features:
     """Result of `performer.calibration`, for each key head or for all. Shift and scale can be
     combined with every map that estimates softmax, a tilt or a proposal only with "positive". It
     changes the variance of the estimate, not softmax attention."""
-    weights: Float[Array, "*n m"] | None = None
+    weights: Float[Leaf, "*w m"] | None = None
     """(m,), or a row for each draw: non-negative weights of the frequencies in the kernel
     (importance sampling). They are added to exponents, which float32 resolves to 6e-8 of the sum of
     |w.q|, |w.k|, |k|^2 / 2 and |log weight|."""
-    query_frequencies: Float[Array, "*n m h"] | None = None
+    query_frequencies: Float[Leaf, "*n m h"] | None = None
     """Frequencies of the queries where learned features differ from the keys'
     (`performer.refinement`), in the same shape. The estimate is biased. A calibration may then have
     shift and scale alone."""

@@ -273,7 +273,9 @@ def _calibrated(key: PRNGKeyArray, layer: Layer, recipe: Recipe, options: Option
             fitted = calibrations.fit(moments, *given)
     fixed = fitted, traced(exact)
     errors = _errors(positive_estimate, w, fixed, layer.held_out, layer.is_causal)
-    return Drawn(recipe, [Features(w, fitted, coupling=options.coupling, exact=exact)], *map(float, errors))
+    return Drawn(
+        recipe, [Features(w, fitted, coupling=options.coupling, exact=exact)], *map(float, errors)
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 4))

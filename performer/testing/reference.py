@@ -50,9 +50,11 @@ def reference_attention(
     scale: float | None = None,
     key_value_seq_lengths: Any = None,
     segment_ids: Any = None,
+    feature_map: Function | None = None,
     exact_pairs: Any = None,
     earlier: tuple[Any, Any] | None = None,
     with_epsilon: bool = False,
+    with_residual: bool = False,
     with_bound: bool = False,
 ) -> Any:
     """Estimate attention with random features, as the equations state it.
@@ -62,27 +64,28 @@ def reference_attention(
         key: (..., s, k, h); k divides n.
         value: (..., s, k, v).
         features: `performer.Features`, or frequencies (m, h), (k, m, h) or (n, m, h). Their
-            calibration may be its leaves in order; their feature map also a function of
-            (W x, |x|^2 / 2) in NumPy. A `FeatureMap` is evaluated by its `split` in float64.
+            `FeatureMap`, if they have one, is evaluated by its `split` in float64.
         bias, mask, is_causal, scale, key_value_seq_lengths, segment_ids: as in
             `performer_attention`.
+        feature_map: function of (W x, |x|^2 / 2) in NumPy, in the place of the map of the features.
         exact_pairs: further exact pairs, bool, broadcasting to (b, n, t, s).
         earlier: keys and values (b, r, k, .) that all queries see before the others, unmasked.
         with_epsilon: one maximum over all keys and features, and 1e-6 added to every feature, as in
             the public code of Choromanski et al. 2021.
+        with_residual: also return the logarithm of the normaliser of each query.
         with_bound: also return the bound of the error.
 
     Returns:
-        (..., t, n, v) in float64, and with `with_bound` the bound (..., t, n).
+        (..., t, n, v) in float64, then with `with_residual` the logarithms (..., t, n), then with
+        `with_bound` the bound (..., t, n).
 
     Example:
         >>> want = performer.testing.reference_attention(query, key, value, w, is_causal=True)
     """
     features, bias = as_features(features), bias or Bias()
     frequencies, weights, calibration = features.frequencies, features.weights, features.calibration
-    query_frequencies, feature_map, pairs = (
-        features.query_frequencies, features.feature_map, features.exact
-    )  # fmt: skip
+    query_frequencies, pairs = features.query_frequencies, features.exact
+    chosen_map = feature_map or features.feature_map
     lead, (query, key, value) = _tokens(query, key, value)
     (b, t, n, h), k, s = query.shape, key.shape[2], key.shape[1]
     root = (h**-0.5 if scale is None else scale) ** 0.5
@@ -108,9 +111,10 @@ def reference_attention(
         wide = (0, 0), (0, 0), (0, 0), (before, 0)
         allowed, pair_bias = np.pad(allowed, wide, constant_values=True), np.pad(pair_bias, wide)
         exact, key_bias = np.pad(exact, wide), np.pad(key_bias, ((0, 0), (before, 0), (0, 0)))
-    has_exact = any(pairs) or exact_pairs is not None
+    absolute = any(pairs) or exact_pairs is not None or with_residual
     leaves = _leaves(calibration, h)
-    out, bound = np.zeros((b, t, n, value.shape[-1])), np.zeros((b, t, n))
+    out, residual = np.zeros((b, t, n, value.shape[-1])), np.zeros((b, t, n))
+    bound = np.zeros((b, t, n))
     heads = n if np.ndim(frequencies) == 3 and len(frequencies) == n else k
     for i, group in np.ndindex(len(query), heads):
         members = [head for head in range(n) if head * heads // n == group]
@@ -123,12 +127,12 @@ def reference_attention(
                 _head(frequencies, 2, head, n),
                 None if weights is None else _head(weights, 1, head, n),
                 [_head(x, rank, key_head, k) for x, rank in zip(leaves, _RANKS, strict=True)],
-                absolute=has_exact,
+                absolute=absolute,
             )
             w_query = w if query_frequencies is None else _head(query_frequencies, 2, head, n)
             head_terms = _terms(
-                q, keys, w_query, w, log_a, feature_map, with_epsilon,
-                key_bias[i, :, key_head], has_exact,
+                q, keys, w_query, w, log_a, chosen_map, with_epsilon,
+                key_bias[i, :, key_head], absolute,
             )  # fmt: skip
             terms.append((*head_terms, q @ keys.T, np.abs(q) @ np.abs(keys).T))
         if pairs.keys:
@@ -143,11 +147,14 @@ def reference_attention(
             logs = np.where(pair, np.where(first, exactly, -np.inf), logs)
             off = np.where(pair, np.where(first, exactly + spread, -np.inf), off)
             signs = signs if signs is None else np.where(pair, 1, signs)
-            out[i, :, head], bound[i, :, head] = _normalised(
+            out[i, :, head], residual[i, :, head], bound[i, :, head] = _normalised(
                 logs, signs, off, allowed[i, head], pair_bias[i, head], value[i, :, head * k // n]
             )
-    out = out.reshape(*lead, *out.shape[1:])
-    return (out, bound.reshape(*lead, *bound.shape[1:])) if with_bound else out
+            shift = _head(leaves[0], 1, head * k // n, k)  # terms are e^{q.(k - c)}
+            residual[i, :, head] += root * query[i, :, head] @ shift
+    given = [out, *[residual] * with_residual, *[bound] * with_bound]
+    given = tuple(x.reshape(*lead, *x.shape[1:]) for x in given)
+    return given if len(given) > 1 else given[0]
 
 
 def softmax_attention(
@@ -227,7 +234,7 @@ def _pairs(tokens, kind, key_options, bias: Bias):
     allowed = allowed[:, None] & np.repeat(exists_at, n // k, axis=2).swapaxes(1, 2)[:, :, None]
     decay, pair_bias = bias.decay, np.zeros((b, n, t, s))
     if decay is not None and np.ndim(decay) == 1:
-        pair_bias = pair_bias + _per_head(decay, n) * _distance(ids)
+        pair_bias = pair_bias + _per_head(np.asarray(decay), n) * _distance(ids)
     elif decay is not None:
         pair_bias = pair_bias + _decay(ids, np.asarray(decay).astype(np.float64), lead, n)
     return allowed, pair_bias, key_bias, key, value
@@ -393,7 +400,7 @@ def _other_terms(phi: Function, at_query, at_key, size, log_a, key_bias, known_k
 
 
 def _normalised(logs, signs, off, allowed, bias, value):
-    """Output (t, v) and its bound (t,) from the terms (t, s, m) of one head."""
+    """Output (t, v), log normaliser and bound (t,) from the terms (t, s, m) of one head."""
     pair_bias = np.where(allowed, bias, -np.inf)[..., None]
     size = np.where(np.isinf(pair_bias), 0, np.abs(pair_bias))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -411,7 +418,9 @@ def _normalised(logs, signs, off, allowed, bias, value):
         error = np.where(error == 0, 0, error / np.abs(total[:, 0]))
     # d(N / D) = (dN - out dD) / D; an output is above the values only if terms cancel in D.
     size, largest = np.abs(value).max(initial=0), np.abs(out).max(axis=-1, initial=0)
-    return out, error * (size + np.maximum(size, largest))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        residual = np.log(total[:, 0]) + top[:, 0, 0]
+    return out, residual, error * (size + np.maximum(size, largest))
 
 
 def _heaviest(terms, allowed, key_bias, f: int) -> np.ndarray:

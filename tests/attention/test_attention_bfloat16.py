@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.extend.core.primitives import dot_general_p
 
-from performer import performer_attention
 from performer.numerics import BFLOAT16
 
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -78,7 +77,7 @@ def errors(query, key, value, frequencies, gradient):
             for x, y in zip(got, map(np.asarray, want), strict=True)
         ]
 
-    ours = partial(performer_attention, frequencies=jnp.asarray(given), implementation="direct")
+    ours = partial(ours, frequencies=jnp.asarray(given), implementation="direct")
     with jax.enable_x64(True):
         wide = jnp.asarray(given, jnp.float64)
     return (
@@ -101,7 +100,7 @@ def test_random_queries(mean):
 def test_single_numbers(options):
     """One token, head and feature: XLA on CPU has no bfloat16 product of single numbers."""
     one = jnp.ones((1, 1, 1, 1), jnp.bfloat16)
-    output, pull = jax.vjp(lambda *x: performer_attention(*x, one[0, 0], **options), one, one, one)
+    output, pull = jax.vjp(lambda *x: ours(*x, one[0, 0], **options), one, one, one)
     np.testing.assert_array_equal(output, 1)
     np.testing.assert_array_equal(pull(output)[2], 1)
 
@@ -110,7 +109,7 @@ def test_single_numbers(options):
 def test_one_token(heads):
     """Products of XLA on CPU that fail in bfloat16: a sum that is one number, vectors of heads."""
     query, key, value = jnp.ones((3, 1, 1, heads, 64), jnp.bfloat16)
-    attend = partial(performer_attention, frequencies=jnp.ones((256, 64)))
+    attend = partial(ours, frequencies=jnp.ones((256, 64)))
     output, pull = jax.vjp(lambda *tokens: attend(*tokens), query, key, value)
     np.testing.assert_array_equal(output, value)
     np.testing.assert_array_equal(pull(output)[2], value)
@@ -122,7 +121,7 @@ def test_gradients_under_strict_promotion(is_causal):
     x, w = jnp.ones((1, 140, 2, 24), jnp.bfloat16), jnp.ones((40, 24))
 
     def loss(x):
-        return jnp.sum(performer_attention(x, x, x, w, is_causal=is_causal))
+        return jnp.sum(ours(x, x, x, w, is_causal=is_causal))
 
     with jax.numpy_dtype_promotion("strict"):
         assert jax.jit(jax.grad(loss))(x).dtype == jnp.bfloat16

@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from performer import performer_attention
 from performer.calibration import calibrate
-from performer.testing import reference_attention
 from tests.support.attention_inputs import (
     MAPS,
     OWN,
@@ -23,14 +21,16 @@ from tests.support.attention_inputs import (
     close,
     far_apart,
     inputs,
+    oracle,
     orthogonal,
+    ours,
     random_decays,
 )
 from tests.support.tiers import tiers
 
 # As users run it: for the test of precision.
 OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-optimised = jax.jit(performer_attention, static_argnames="is_causal", compiler_options=OPTIMISED)
+optimised = jax.jit(ours, static_argnames="is_causal", compiler_options=OPTIMISED)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_stands_at_masked_keys_does_not_matter(stabilizer, is_causal, small
     def run(key, value):
         def loss(*args):
             *tokens, fitted = args
-            output = performer_attention(
+            output = ours(
                 *tokens,
                 mask=mask[None, None, None],
                 calibration=fitted,
@@ -70,7 +70,7 @@ def test_what_stands_at_masked_keys_does_not_matter(stabilizer, is_causal, small
 def test_implementations_agree(is_causal):
     """On 700 tokens, which make several blocks of several chunks."""
     args = inputs(b=4, t=700)
-    attend = partial(performer_attention, *args, is_causal=is_causal)
+    attend = partial(ours, *args, is_causal=is_causal)
     blocked = attend(implementation="blocked")
     np.testing.assert_array_equal(attend(), blocked)
     close(attend(implementation="direct"), blocked, 2e-5)
@@ -93,9 +93,9 @@ def test_the_future_changes_nothing_bit_for_bit(name, small_chunks):
     query, key, value, frequencies = far_apart(60.0, 30) if name == "robust" else inputs(t=30)
     log_weights = 30 * np.random.default_rng(7).standard_normal((2, 30)).astype(np.float32)
     tokens = dict(query=query, key=key, value=value)
-    tokens |= dict(key_log_weights=log_weights) if "log-weights" in name else {}
-    tokens |= dict(log_decay=random_decays(t=30)) if "decay" in name else {}
-    attend = partial(performer_attention, frequencies=frequencies, is_causal=True, **FUTURE[name])
+    tokens |= dict(keys=log_weights) if "log-weights" in name else {}
+    tokens |= dict(decay=random_decays(t=30)) if "decay" in name else {}
+    attend = partial(ours, frequencies=frequencies, is_causal=True, **FUTURE[name])
     before = np.asarray(attend(**tokens))
     for t, other in ((1, 1e4), (4, -1e4), (13, -np.inf), (29, 1e4)):
         later = np.arange(30) >= t
@@ -105,10 +105,10 @@ def test_the_future_changes_nothing_bit_for_bit(name, small_chunks):
             for x in ("query", "key", "value")
         }
         if "log-weights" in name:
-            changed["key_log_weights"] = np.where(later, np.float32(other), log_weights)
+            changed["keys"] = np.where(later, np.float32(other), log_weights)
         if "decay" in name:
-            decays = tokens["log_decay"]
-            changed["log_decay"] = np.where(later[:, None], 3 * decays, decays)
+            decays = tokens["decay"]
+            changed["decay"] = np.where(later[:, None], 3 * decays, decays)
         after = np.asarray(attend(**jax.tree.map(jnp.asarray, changed)))
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
         assert not np.allclose(after[:, t:], before[:, t:])
@@ -122,8 +122,8 @@ def adversarial(t=64):
 
 def test_early_queries_keep_their_precision():
     args = adversarial()
-    want = reference_attention(*args, is_causal=True)
-    got = performer_attention(*args, is_causal=True)
+    want = oracle(*args, is_causal=True)
+    got = ours(*args, is_causal=True)
     assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
 
 
@@ -135,7 +135,7 @@ def test_relative_error_against_float64(is_causal):
     frequencies = orthogonal(keys[3], 128, 64)
     for scale in (1.0, 3.0, 5.0):
         args = (scale * query, scale * key, value, frequencies)
-        want = reference_attention(*args, is_causal=is_causal)
+        want = oracle(*args, is_causal=is_causal)
         got = optimised(*args, is_causal=is_causal)
         assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
@@ -169,23 +169,23 @@ def test_gradients(name, small_chunks):
     if "log-weights" in name:
         log_weights = 3 * rng.standard_normal((2, 14, 2)).astype(np.float32)
         log_weights[:, 2] = -np.inf
-        arrays["key_log_weights"] = jnp.asarray(log_weights)
+        arrays["keys"] = jnp.asarray(log_weights)
     if "decay" in name:
-        arrays["log_decay"] = jnp.asarray(random_decays())
+        arrays["decay"] = jnp.asarray(random_decays())
     rows = slice(9, 10) if name == "robust" else slice(None)
 
     def loss(arrays):
-        return jnp.sum(jnp.sin(performer_attention(**arrays, **options)[:, rows]))
+        return jnp.sum(jnp.sin(ours(**arrays, **options)[:, rows]))
 
     of_product = ("implementation",)
 
     def oracle(**arrays):
         given = {name: x for name, x in options.items() if name not in of_product}
-        return np.sin(reference_attention(**arrays, **given)[:, rows]).sum()
+        return np.sin(oracle(**arrays, **given)[:, rows]).sum()
 
     gradients = jax.jit(jax.grad(loss))(arrays)
     if "log-weights" in name:
-        np.testing.assert_array_equal(gradients["key_log_weights"][:, 2], 0)
+        np.testing.assert_array_equal(gradients["keys"][:, 2], 0)
     wide = {x: np.asarray(array, np.float64) for x, array in arrays.items()}
     for x, gradient in gradients.items():
         along, step = rng.standard_normal(gradient.shape), 1e-6
@@ -227,9 +227,7 @@ def test_finite_for_any_finite_input(name, feature_map, small_chunks):
     @jax.jit
     def run(query, key, value, mask):
         def loss(*args):
-            out = performer_attention(
-                *args, frequencies, feature_map=feature_map, mask=mask, **options
-            )
+            out = ours(*args, frequencies, feature_map=feature_map, mask=mask, **options)
             return jnp.sum(out.astype(jnp.float32) ** 2), out
 
         return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(query, key, value)
@@ -253,15 +251,15 @@ def test_masks_with_an_axis_of_heads():
     """A mask that all heads share is one of keys; others are log-weights of each key head."""
     query, key, value, frequencies = inputs(t=5, s=5, n=4, k=4)
     exists = np.random.default_rng(0).random((2, 4, 1, 5)) < 0.6
-    attend = partial(performer_attention, query, key, value, frequencies)
+    attend = partial(ours, query, key, value, frequencies)
     shared = np.broadcast_to(exists[:, :1], (2, 4, 1, 5))
     np.testing.assert_array_equal(attend(mask=shared), attend(mask=exists[:, :1]))
     with pytest.raises(ValueError, match="key_log_weights .*, -inf where there is no key; for any"):
         attend(mask=exists)
-    got = attend(key_log_weights=np.where(np.moveaxis(exists[:, :, 0], 1, 2), 0, -np.inf))
+    got = attend(keys=np.where(np.moveaxis(exists[:, :, 0], 1, 2), 0, -np.inf))
     for head in range(4):
         one = [x[:, :, head : head + 1] for x in (query, key, value)]
-        want = reference_attention(*one, frequencies, mask=exists[:, head, None])
+        want = oracle(*one, frequencies, mask=exists[:, head, None])
         close(got[:, :, head : head + 1], want, 1e-5)
 
 
@@ -270,7 +268,7 @@ def test_masks_with_an_axis_of_heads():
 )
 def test_the_search_for_infinities_reports_no_mask(options):
     with jax.debug_infs(True):
-        performer_attention(*inputs(t=5, s=5), **{k: np.asarray(x) for k, x in options.items()})
+        ours(*inputs(t=5, s=5), **{k: np.asarray(x) for k, x in options.items()})
 
 
 def test_the_reference_takes_weights_of_no_keys():
@@ -278,5 +276,5 @@ def test_the_reference_takes_weights_of_no_keys():
     query, key = np.ones((2, 3, 4, 8)), np.ones((2, 0, 2, 8))
     for shape in ((2, 0, 2), (2, 0, 1), (2, 0)):
         weights = np.zeros(shape, np.float32)
-        output = reference_attention(query, key, key, np.ones((6, 8)), key_log_weights=weights)
+        output = oracle(query, key, key, np.ones((6, 8)), keys=weights)
         np.testing.assert_array_equal(output, np.zeros(query.shape))

@@ -6,6 +6,7 @@ pairs are in the core, rows with 98% in both tiers. The others are in the slow t
 fuzzer, which draws options and shapes at random for `FUZZ_MINUTES`.
 """
 
+import dataclasses
 import inspect
 import itertools
 import os
@@ -17,13 +18,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from performer import features, performer_attention
-from performer.attention import Exact, State, refusals, sizes
+from performer import Bias, Exact, Features, features, performer_attention
+from performer.attention import State, refusals, sizes, stream
+from performer.attention.values import Call
 from performer.calibration import Calibration, calibrate, pair_moments, parts
 from performer.nnx import PerformerAttention
-from performer.testing import reference, reference_attention
+from performer.testing import reference
 from tests.support import oracles
-from tests.support.attention_inputs import feature_map
+from tests.support.attention_inputs import OF_FEATURES, feature_map, oracle, ours, ours_streamed
 from tests.support.covering import covering_array, random_row
 from tests.support.tiers import tiers
 
@@ -39,16 +41,16 @@ FACTORS = {
     "mask": ARRAY,
     "kind of mask": ("(b, 1, 1, s) bool", "(b, 1, 1, s) float", "(s,) bool"),
     "lengths": ARRAY,
-    "key_log_weights": ("none", "keys traced", "heads closed over", "one for all closed over"),
+    "keys": ("none", "keys traced", "heads closed over", "one for all closed over"),
     "segments": ("none", "same traced", "pair closed over", "pair traced"),
     "weights": ("none", "one traced", "heads closed over"),
     "calibration": ("none", "one closed over", "heads traced", "shift of heads traced"),
     "scale": (None, 0.3),
     "feature_map": ("positive", "hyperbolic", "trigonometric", "relu", "elu+1", "own"),
-    "stabilizer": ("exact", "google"),
     "implementation": (None, "blocked", "robust"),
-    "initial_state": ARRAY,
-    "return_state": (False, True),
+    "state": ARRAY,
+    "streams": (False, True),
+    "return_residual": (False, True),
     "batch": ("one axis", "none", "two axes"),
     "dtype": ("float32", "bfloat16 values", "float16", "float64"),
     "exact": (Exact(), Exact(window=2), Exact(window=3, first=2), Exact(window=99)),
@@ -65,16 +67,15 @@ ARGUMENTS = {
         "lengths": {"key_value_seq_lengths"},
     },
     **{"segments": {"segment_ids"}, "exact": {"exact_window", "exact_first"}},
-    **{"place": {"alibi_slopes", "log_decay"}, "run": {"axis_name"}},
+    **{"place": {"slopes", "decay"}, "run": {"axis_name"}, "streams": set()},
 }
-"""What a factor gives to `performer_attention`, where its name is another."""
+"""What a factor gives to attention (`by_keywords`), where its name is another."""
 MORE = {
     "heads of the frequencies": (*FACTORS["heads of the frequencies"], "none of 1"),
-    "key_log_weights": (*FACTORS["key_log_weights"], "heads traced"),
+    "keys": (*FACTORS["keys"], "heads traced"),
     "segments": (*FACTORS["segments"], "same closed over"),
     "weights": ("none", "one closed over", "one traced", "heads closed over", "heads traced"),
     "calibration": (*FACTORS["calibration"], "one traced", "heads closed over", "shift traced"),
-    "implementation": (*FACTORS["implementation"], "direct"),
     "dtype": (*FACTORS["dtype"], "bfloat16"),
     "place": (*FACTORS["place"], "slopes traced", "decay of queries traced"),
 }
@@ -90,13 +91,15 @@ NOT_HERE = {
     ("run", "devices"): ("order", ("t = s", "causal t = s")),
     ("run", "two"): ("jit", (True,)),
 }
-UNCUT = ("lengths", "segments", "initial_state", "return_state", "stabilizer")
+UNCUT = ("lengths", "segments", "state", "streams", "return_residual")
 """No sequence in pieces or on two devices has them here."""
 APART = [
     *(("run", factor) for factor in UNCUT),
-    *(("exact", factor) for factor in ("initial_state", "return_state")),  # `WindowState`
-    *(("place", factor) for factor in ("initial_state", "return_state")),
-    ("query_frequencies", "initial_state"),
+    *(("exact", factor) for factor in ("state", "streams")),  # `WindowState`
+    *(("place", factor) for factor in ("state", "streams")),
+    ("query_frequencies", "state"),
+    *(("return_residual", factor) for factor in ("state", "streams")),
+    *(("segments", factor) for factor in ("state", "streams")),
 ]
 """Pairs of options for which there is no oracle here, or a test of its own."""
 
@@ -106,24 +109,24 @@ def call_of(levels):
     order, place = levels.get("order", "t = s"), levels.get("place", "none")
     run, segments = levels.get("run", "whole"), levels.get("segments", "none")
     calibration, exact = levels.get("calibration", "none"), levels.get("exact", Exact())
-    streams = [levels.get(x, False) not in NEUTRAL for x in ("initial_state", "return_state")]
+    streams = [levels.get(x, False) not in NEUTRAL for x in ("state", "streams")]
     in_pieces = run in ("pieces", "tokens")
-    return refusals.Call(
+    return Call(
         t=7 if ">" in order or "=" in order else 5,
         s=7 if "<" in order or "=" in order else 5,
         feature_map=features.get(feature_map(levels.get("feature_map", "positive"))),
-        stabilizer=levels.get("stabilizer", "exact"),
+        residual=levels.get("return_residual", False),
         is_causal="causal" in order or in_pieces,
         exact=exact._replace(
             keys=int(levels.get("exact_keys") == "some"), rows=levels.get("exact_rows", 0)
         ),
         calibrated=calibration != "none",
         sampled=calibration != "none" and "shift" not in calibration,
-        query_frequencies=levels.get("query_frequencies", "none") != "none",
+        learned=levels.get("query_frequencies", "none") != "none",
         lengths=levels.get("lengths", "none") != "none",
         packed=segments != "none",
         cross_packed="pair" in segments,
-        decay="" if place == "none" else "log_decay",
+        decayed=place != "none",
         streams=in_pieces or any(streams),
         axis_name="s" if run == "two devices" else None,
     )
@@ -227,8 +230,8 @@ def arrays_of(case, size, rng):
         arrays["mask"][0, 2 : rng.choice([2, 6])] = False  # whole chunks, too
     if "lengths" in given:
         arrays["lengths"] = rng.integers(0, s + 1, size.b)
-    if "key_log_weights" in given:
-        level = case["key_log_weights"].split()[0]
+    if "keys" in given:
+        level = case["keys"].split()[0]
         of_keys = {"keys": (size.b, s, 1), "heads": (size.b, s, k), "one": (1, s, 1)}[level]
         # Features of relu may be 0: in float32 they lose keys below e^-80 of the heaviest.
         spread = rng.choice([1.0, 10.0 if case["feature_map"] == "relu" else 200.0])
@@ -257,36 +260,38 @@ def arrays_of(case, size, rng):
         if "shift" in case["calibration"]:
             same = (None, np.eye(h), np.eye(h), np.zeros(h), np.eye(h))
             arrays["calibration"][1:] = same[1:]
-    if "initial_state" in given:
+    if "state" in given:
         arrays["earlier"] = normal(size.b, 4, k, h, scale=size.scale), normal(size.b, 4, k, v)
     if "query_frequencies" in given:
         arrays["query_frequencies"] = arrays["frequencies"] + normal(
             *of_frequencies, m, h, scale=0.3
         )
     if "slopes" in case["place"]:
-        arrays["alibi_slopes"] = rng.choice([0.0, 0.1, 1.0, 9.0], n).astype(np.float32)
+        arrays["slopes"] = rng.choice([0.0, 0.1, 1.0, 9.0], n).astype(np.float32)
     if "decay" in case["place"]:
         of_decay = size.b, size.t, k if "keys" in case["place"] else n
         decay = -rng.exponential(0.3, of_decay).astype(np.float32)
-        arrays["log_decay"] = np.where(rng.random(of_decay) < 0.05, -np.inf, decay)
+        arrays["decay"] = np.where(rng.random(of_decay) < 0.05, -np.inf, decay)
     return arrays
 
 
 def of_reference(case, arrays):
-    """Options of the reference, which takes those of `performer_attention`."""
-    names = ("weights", "calibration", "alibi_slopes", "log_decay", "query_frequencies", "earlier")
+    """Keywords of the reference, which takes those of `performer_attention`."""
+    names = ("weights", "slopes", "decay", "query_frequencies", "earlier")
     options = {name: arrays.get(name) for name in names}
+    if "calibration" in arrays:
+        options["calibration"] = Calibration(*arrays["calibration"])
     if "mask" in arrays:
         options["mask"] = arrays["mask"][:, None, None]
     if "segments" in arrays:
         options["segment_ids"] = tuple(arrays["segments"])
     return options | dict(
         key_value_seq_lengths=arrays.get("lengths"),
-        key_log_weights=arrays.get("log_weights"),
+        keys=arrays.get("log_weights"),
         feature_map=oracles.own_features if case["feature_map"] == "own" else case["feature_map"],
         is_causal="causal" in case["order"],
         with_bound=True,
-        **{name: case[name] for name in ("scale", "stabilizer")},
+        scale=case["scale"],
     )
 
 
@@ -296,7 +301,7 @@ def in_package(case, size, arrays):
     def batched(x):
         return x.reshape((*size.lead, *x.shape[1:]))
 
-    same = ("frequencies", "weights", "query_frequencies", "alibi_slopes")
+    same = ("frequencies", "weights", "query_frequencies", "slopes")
     given = {name: arrays[name] for name in same if name in arrays}
     exists = oracle_log_weights(arrays, size)[..., None] > -np.inf
     for name in ("key", "value"):
@@ -310,9 +315,9 @@ def in_package(case, size, arrays):
     if "lengths" in arrays:
         given["key_value_seq_lengths"] = batched(arrays["lengths"]).astype(np.int32)
     if "log_weights" in arrays:
-        log_weights, level = arrays["log_weights"], case["key_log_weights"]
+        log_weights, level = arrays["log_weights"], case["keys"]
         log_weights = log_weights[0] if "one for all" in level else batched(log_weights)
-        given["key_log_weights"] = log_weights if "heads" in level else log_weights[..., 0]
+        given["keys"] = log_weights if "heads" in level else log_weights[..., 0]
     if "segments" in arrays:
         ids = [batched(x).astype(np.int32) for x in arrays["segments"]]
         given["segment_ids"] = ids[0] if "same" in case["segments"] else tuple(ids)
@@ -320,10 +325,10 @@ def in_package(case, size, arrays):
         leaves = arrays["calibration"]
         only_shift = "shift" in case["calibration"]
         given["calibration"] = Calibration(*leaves[: 1 if only_shift else 5])
-    if "log_decay" in arrays:
-        given["log_decay"] = batched(arrays["log_decay"])
+    if "decay" in arrays:
+        given["decay"] = batched(arrays["decay"])
     if "earlier" in arrays:
-        given["initial_state"] = State(*state_of(case, size, arrays, *arrays["earlier"]))
+        given["state"] = State(*state_of(case, size, arrays, *arrays["earlier"]))
     return given
 
 
@@ -380,7 +385,7 @@ def _off(case, size, rng):
     options, keys, chosen = of_reference(case, arrays), 0, None
     if case["exact_keys"]:
         units = np.broadcast_to(np.eye(size.s)[:, None], (size.b, size.s, size.k, size.s))
-        matrix, off_by = reference_attention(*tokens[:2], units, tokens[3], **options)
+        matrix, off_by = oracle(*tokens[:2], units, tokens[3], **options)
         heads, off_by = state_heads(case, size), FAR * unit * off_by
         keys, chosen = oracles.heaviest(matrix, off_by, heads)
     near = dict(zip(("exact_window", "exact_first"), case["exact"][:2], strict=True))
@@ -390,7 +395,7 @@ def _off(case, size, rng):
     }
     static = dict(
         is_causal="causal" in case["order"],
-        **{name: case[name] for name in ("scale", "stabilizer", "return_state", "implementation")},
+        **{name: case[name] for name in ("scale", "implementation")},
         feature_map=feature_map(case["feature_map"]),
         exact_keys=keys,
         **near,
@@ -400,17 +405,23 @@ def _off(case, size, rng):
     traced = {name: x for name, x in given.items() if "traced" in level_of[name]}
     closed = {name: x for name, x in given.items() if name not in traced}
 
-    def attend(traced):
-        return run(case["run"], size, closed | traced, static)
+    has_state = case["streams"] or case["state"] != "none"
+    if case["return_residual"]:
+        static["return_residual"] = True
+
+    def run_with(traced):
+        return run(case["run"], size, closed | traced, static, has_state)
 
     blocks = {"blocked": size.block, "robust": size.block}.get(case["implementation"])
     with pytest.MonkeyPatch.context() as patch:
         if blocks:
             patch.setattr(sizes, "chunk_and_block", lambda *_: blocks)
-        got = (jax.jit(attend) if case["jit"] else attend)(traced)
-    output, state = got if case["return_state"] else (got, None)
+        got = (jax.jit(run_with) if case["jit"] else run_with)(traced)
+    output, other = got if isinstance(got, tuple) else (got, None)
     assert output.dtype == given["value"].dtype
-    want, bound = reference_attention(*tokens, **options, **near, exact_pairs=chosen)
+    residual = case["return_residual"]
+    *wanted, bound = oracle(*tokens, **options, **near, exact_pairs=chosen, with_residual=residual)
+    want = wanted[0]
     error = np.abs(np.asarray(output, np.float64).reshape(want.shape) - want).max(axis=-1)
     assert not np.any(np.isnan(error))
     bound = unit * (bound + 2 * np.abs(want).max(axis=-1)) + 1e-30
@@ -422,29 +433,30 @@ def _off(case, size, rng):
     vanishes |= (case["feature_map"] == "relu") & (unit > 2.0**-20) & (bound <= 1e-30)
     error = np.where(vanishes, 0, error)
     ratios = [np.where(error == 0, 0, error / bound).max()]
-    if state is not None:
-        ratios.append(state_off(case, size, arrays, state, unit))
+    if has_state:
+        ratios.append(state_off(case, size, arrays, other, unit))
+    if residual:
+        ratios.append(residual_off(np.asarray(other, np.float64), wanted[1], bound, unit))
     return max(ratios)
 
 
-TOKENS = {"query": -3, "key": -3, "value": -3, "mask": -1, "log_decay": -2}
+TOKENS = {"query": -3, "key": -3, "value": -3, "mask": -1, "decay": -2}
 """The axis of the tokens."""
 
 
-def run(how, size, arguments, static):
+def run(how, size, arguments, static, has_state):
     """Attention of the whole sequence, of pieces with their state, or on two devices."""
 
-    def attend(arguments, **more):
+    def call(arguments, function=ours, **more):
         arguments = dict(arguments)
         tokens = [arguments.pop(name) for name in ("query", "key", "value", "frequencies")]
-        return performer_attention(*tokens, **arguments, **static | more)
+        return function(*tokens, **arguments, **static | more)
 
     if how == "whole":
-        return attend(arguments)
+        return call(arguments, ours_streamed if has_state else ours)
     axes = {name: x.ndim + TOKENS[name] for name, x in arguments.items() if name in TOKENS}
-    if "key_log_weights" in arguments:
-        of_all = arguments["key_log_weights"].ndim == 1
-        axes["key_log_weights"] = 0 if of_all else len(size.lead)
+    if "keys" in arguments:
+        axes["keys"] = 0 if arguments["keys"].ndim == 1 else len(size.lead)
     if how in ("pieces", "tokens"):
         outputs, state, sizes = [], None, set()
         ends = [0, 1, 4, size.t] if size.t > 4 else [0, 1, size.t]
@@ -453,7 +465,7 @@ def run(how, size, arguments, static):
                 name: jax.lax.slice_in_dim(x, start, end, axis=axes[name]) if name in axes else x
                 for name, x in arguments.items()
             }
-            output, state = attend(part, initial_state=state, return_state=True)
+            output, state = call(part, ours_streamed, state=state)
             outputs.append(output)
             sizes.add(tuple(x.shape for x in jax.tree.leaves(state)))
         assert len(sizes) == 1
@@ -462,7 +474,7 @@ def run(how, size, arguments, static):
     specs = jax.tree.map(lambda x: jax.P(), arguments)
     specs |= {name: jax.P(*[None] * axis, "s") for name, axis in axes.items()}
     split = jax.shard_map(
-        lambda arguments: attend(arguments, axis_name="s"),
+        lambda arguments: call(arguments, axis_name="s"),
         mesh=mesh,
         in_specs=(specs,),
         out_specs=jax.P(*[None] * (arguments["query"].ndim - 3), "s"),
@@ -502,6 +514,15 @@ def state_off(case, size, arrays, state, unit):
     return max(np.abs(x).max() for x in errors) / (unit * spread * terms)
 
 
+def residual_off(got, want, bound, unit):
+    """The same of the logarithm of normalisers, against the sizes of the exponents."""
+    got = got.reshape(want.shape)
+    np.testing.assert_array_equal(np.isinf(got), np.isinf(want))
+    finite = np.isfinite(want)
+    error = np.abs(np.where(finite, got, 0) - np.where(finite, want, 0))
+    return (error / (bound + unit * (20 + np.abs(np.where(finite, want, 0))))).max(initial=0)
+
+
 KNOWN = 1e-5
 """Of the mean squares: float32 moments about zero know no covariance that is less, as where all
 attention goes to one key. A calibration is then right for any attention, and not the oracle's."""
@@ -510,10 +531,14 @@ FAR = 4.0
 
 
 def test_every_argument_of_attention_is_a_factor():
-    arguments = set(inspect.signature(performer_attention).parameters)
+    of_calls = (set(inspect.signature(x).parameters) for x in (performer_attention, stream))
+    fields = {x.name for kind in (Features, Bias) for x in dataclasses.fields(kind)}
+    exact = {f"exact_{name}" for name in Exact._fields}
+    arguments = set().union(*of_calls, fields, exact, {"slopes"}) - {"features", "bias", "exact"}
+    assert set(OF_FEATURES) == fields - {"frequencies", "exact", "keys", "decay"}
     own = {"jit", "heads of the frequencies", "kind of mask", "batch", "dtype"}
     factors = [ARGUMENTS.get(factor, {factor}) for factor in FACTORS if factor not in own]
-    assert set().union(*factors) == arguments
+    assert set().union(*factors) == arguments - {"coupling"}
 
 
 @pytest.mark.parametrize("number", ROWS)
@@ -676,7 +701,7 @@ def test_options_of_the_layer(number):
         want = twice if case["training"] else once
         np.testing.assert_allclose(now, want if heads else want[0], atol=1e-5)
         leaves = [np.asarray(x) for x in reference._leaves(fitted, h)]
-        got = dict(calibration=leaves)
+        got = dict(calibration=Calibration(*leaves))
         for head, of_head in enumerate(moments):
             expected = oracles.calibration(of_head / of_head[0, 0], method)
             mine = [_of(x, rank, head) for x, rank in zip(leaves, (1, 2, 2, 1, 2), strict=True)]
@@ -685,7 +710,7 @@ def test_options_of_the_layer(number):
             np.testing.assert_allclose(mine[4] @ mine[4].T, expected[3], atol=2e-3)
     for mine, options in ((first, {}), (output, got)):
         options |= dict(mask=exists[:, None, None], is_causal=case["is_causal"])
-        want = reference_attention(*tokens, layer.frequencies[...], **options)
+        want = oracle(*tokens, layer.frequencies[...], **options)
         np.testing.assert_allclose(mine, want, atol=5e-5)
 
 

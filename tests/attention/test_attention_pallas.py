@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from performer import calibration, performer_attention
+from performer import calibration
 from performer.attention import explain, sizes
 from performer.attention.kernels import gpu, which
-from performer.testing import reference_attention
 from tests.support import attention_inputs
-from tests.support.attention_inputs import close, far_apart
+from tests.support.attention_inputs import close, far_apart, oracle, ours
 from tests.support.tiers import tiers
 
 PALLAS = "pallas"
@@ -61,14 +60,14 @@ def test_values_against_the_oracle(platform, monkeypatch):
     monkeypatch.setattr(which, "INTERPRET", platform)
     args, rng = inputs(20, 30, h=12, v=24, m=20), np.random.default_rng(1)
     log_weights = rng.standard_normal((2, 30, 2)).astype(np.float32)
-    options = dict(key_log_weights=log_weights, weights=jnp.arange(20.0))
+    options = dict(keys=log_weights, weights=jnp.arange(20.0))
     mask = rng.random((2, 30)) < 0.8
-    got = performer_attention(*args, mask=mask[:, None, None], implementation=PALLAS, **options)
-    want = reference_attention(*args, mask=mask[:, None, None], **options)
+    got = ours(*args, mask=mask[:, None, None], implementation=PALLAS, **options)
+    want = oracle(*args, mask=mask[:, None, None], **options)
     close(got, want)
     args = inputs(140, 140, n=2, m=16, b=1)  # two chunks, the second short
-    want = reference_attention(*args, is_causal=True)
-    close(performer_attention(*args, is_causal=True, implementation=PALLAS), want)
+    want = oracle(*args, is_causal=True)
+    close(ours(*args, is_causal=True, implementation=PALLAS), want)
 
 
 TOLERANCE = {np.float32: 3e-6, jnp.bfloat16: 3e-2}  # of two that both round to bfloat16; seen: 9e-3
@@ -94,11 +93,11 @@ def test_gradients(is_causal, dtype, two_blocks):
 
     def function(*args, **options):
         query, key, value, frequencies, fitted, weights, log_weights = args
-        return performer_attention(
+        return ours(
             *(query, key, value, frequencies),
             calibration=fitted,
             weights=weights,
-            key_log_weights=log_weights,
+            keys=log_weights,
             key_value_seq_lengths=lengths,
             is_causal=is_causal,
             **options,
@@ -146,8 +145,8 @@ def test_gradients_on_a_gpu(is_causal, spans, dtype, monkeypatch):
 
     def function(query, key, value, frequencies, fitted, weights, log_weights, **options):
         options |= dict(key_value_seq_lengths=lengths, is_causal=is_causal, weights=weights)
-        options |= dict(calibration=fitted, key_log_weights=log_weights)
-        return performer_attention(query, key, value, frequencies, **options)
+        options |= dict(calibration=fitted, keys=log_weights)
+        return ours(query, key, value, frequencies, **options)
 
     args = *tokens, frequencies, fitted, weights, log_weights
     got = gradients(partial(function, implementation=PALLAS), *args, gradient=gradient)
@@ -167,8 +166,8 @@ def test_gradients_of_long_keys_on_a_gpu(monkeypatch):
     query, key = (200 * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in tokens[:2])
     args = query, key, tokens[2], frequencies
     gradient = jnp.ones((*query.shape[:3], tokens[2].shape[-1]))
-    got = gradients(partial(performer_attention, implementation=PALLAS), *args, gradient=gradient)
-    want = gradients(performer_attention, *args, gradient=gradient)
+    got = gradients(partial(ours, implementation=PALLAS), *args, gradient=gradient)
+    want = gradients(ours, *args, gradient=gradient)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert distance(x, y) < 6e-4
 
@@ -183,7 +182,7 @@ def test_float16_on_a_gpu(is_causal, monkeypatch):
     gradient = jnp.asarray(np.random.default_rng(3).standard_normal((2, 100, 2, 16)), jnp.float16)
 
     def function(*tokens, **options):
-        return performer_attention(*tokens, frequencies, is_causal=is_causal, **options)
+        return ours(*tokens, frequencies, is_causal=is_causal, **options)
 
     got = gradients(partial(function, implementation=PALLAS), *tokens, gradient=gradient)
     want = gradients(function, *(x.astype(np.float32) for x in tokens), gradient=gradient)
@@ -204,8 +203,8 @@ def test_lost_rows_are_those_without_the_kernel(platform, monkeypatch):
     )
     key = key.at[:, :128].multiply(1.5)
     args, options = (query, key, value, frequencies), dict(is_causal=True)
-    got = performer_attention(*args, implementation=PALLAS, **options)
-    close(got, performer_attention(*args, **options), 1e-4)
+    got = ours(*args, implementation=PALLAS, **options)
+    close(got, ours(*args, **options), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -230,9 +229,9 @@ def test_unsupported_calls_are_computed_without_it(named, options):
     args = inputs(20, 20, b=2, **sizes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        got, _ = (performer_attention(*args, implementation=PALLAS, **options) for _ in range(2))
+        got, _ = (ours(*args, implementation=PALLAS, **options) for _ in range(2))
     assert [named in str(w.message) for w in caught] == [True]
-    jax.tree.map(np.testing.assert_array_equal, got, performer_attention(*args, **options))
+    jax.tree.map(np.testing.assert_array_equal, got, ours(*args, **options))
 
 
 def test_other_platforms_compute_without_it(monkeypatch):
@@ -240,7 +239,7 @@ def test_other_platforms_compute_without_it(monkeypatch):
     monkeypatch.setattr(which, "INTERPRET", "")
     which.warn.cache_clear()
     args = inputs(20, 20)
-    loss = lambda *x, **options: jnp.sum(performer_attention(*x, **options) ** 2)  # noqa: E731
+    loss = lambda *x, **options: jnp.sum(ours(*x, **options) ** 2)  # noqa: E731
     with pytest.warns(
         UserWarning, match="'pallas' is for programs compiled for a TPU or GPU: those"
     ):
@@ -282,7 +281,7 @@ def test_on_a_gpu_the_kernels_are_the_default(
     mesh = jax.sharding.AbstractMesh(shape, names, axis_types=axis_types)
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.eval_shape(partial(performer_attention, **options), *args)
+        jax.eval_shape(partial(ours, **options), *args)
     assert bool(used) == has_kernel
 
 
@@ -314,7 +313,7 @@ def test_explain(monkeypatch):
 
 
 def test_elsewhere_the_kernels_are_not_the_default():
-    text = str(jax.make_jaxpr(performer_attention)(*inputs(20, 20)))
+    text = str(jax.make_jaxpr(ours)(*inputs(20, 20)))
     assert "pallas" not in text
 
 
@@ -328,7 +327,7 @@ def test_lowers_for_tpu(is_causal, dtype, monkeypatch):
     args = shape, shape, shape, jax.ShapeDtypeStruct((4, 128, 64), jnp.float32)
 
     def loss(*args):
-        output = performer_attention(*args, is_causal=is_causal, implementation=PALLAS)
+        output = ours(*args, is_causal=is_causal, implementation=PALLAS)
         return jnp.sum(output.astype(jnp.float32) ** 2)
 
     function = jax.jit(jax.grad(loss, (0, 1, 2)))
@@ -351,7 +350,7 @@ def test_lowers_for_gpu(is_causal, monkeypatch):
         args = shape, shape, shape, jax.ShapeDtypeStruct((4, 100, h), jnp.float32)
 
         def loss(*args):
-            output = performer_attention(*args, is_causal=is_causal, implementation=PALLAS)
+            output = ours(*args, is_causal=is_causal, implementation=PALLAS)
             return jnp.sum(output.astype(jnp.float32) ** 2)
 
         with jax.sharding.use_abstract_mesh(mesh):
@@ -384,9 +383,7 @@ def test_each_device_has_its_part_of_the_batch(eight_devices):
     lengths = jnp.arange(13, 21)
 
     def gradients_of(*args, implementation=None):
-        function = partial(
-            performer_attention, key_value_seq_lengths=lengths, implementation=implementation
-        )
+        function = partial(ours, key_value_seq_lengths=lengths, implementation=implementation)
         return jax.grad(lambda *x: jnp.sum(function(*x) ** 2), argnums=(0, 1, 2, 3))(*args)
 
     want = gradients_of(query, key, value, frequencies)

@@ -13,9 +13,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from performer import performer_attention
 from performer.nnx import PerformerAttention, Statistics
-from tests.support.attention_inputs import inputs
+from tests.support.attention_inputs import inputs, ours
 from tests.support.tiers import tiers
 from vit.run.dry_run import collectives
 
@@ -37,9 +36,7 @@ def test_split_over_devices(name, eight_devices):
     mask = np.random.default_rng(1).random((2, 1, 1, 32)) < 0.8
 
     def attend(query, key, value, frequencies, mask, axis_name=None):
-        return performer_attention(
-            query, key, value, frequencies, mask=mask, axis_name=axis_name, **options
-        )
+        return ours(query, key, value, frequencies, mask=mask, axis_name=axis_name, **options)
 
     def run(function):
         def loss(*args):
@@ -72,7 +69,7 @@ def test_an_explicit_axis_over_the_tokens_needs_shard_map(eight_devices):
     with jax.set_mesh(mesh):
         whole = jnp.ones((1, 8, 2, 8))
         split = {axis: jax.reshard(whole, PartitionSpec(*[None] * axis, "seq")) for axis in (1, 3)}
-        attend = partial(performer_attention, value=whole, frequencies=jnp.ones((4, 8)))
+        attend = partial(ours, value=whole, frequencies=jnp.ones((4, 8)))
         for call in (attend, jax.jit(attend)):
             message = "the tokens of key are split over the axis 'seq' .* with axis_name='seq'"
             with pytest.raises(ValueError, match=message):
@@ -87,7 +84,7 @@ def test_what_all_devices_have_leaves_as_one(eight_devices):
     query, key, value, frequencies = inputs(t=3, s=16)
 
     def attend(*tokens, axis_name=None):
-        return performer_attention(*tokens, frequencies, return_state=True, axis_name=axis_name)
+        return ours(*tokens, frequencies, return_state=True, axis_name=axis_name)
 
     split = jax.shard_map(
         partial(attend, axis_name="sequence"),
@@ -124,8 +121,8 @@ def test_gradients_of_shared_arrays_are_summed_once(split_over, eight_devices):
 
     def attend(*args, axis_name=None):
         *tokens, frequencies, log_weights = args
-        options = dict(is_causal=True, implementation="robust", key_log_weights=log_weights)
-        return performer_attention(*tokens, frequencies, axis_name=axis_name, **options)
+        options = dict(is_causal=True, implementation="robust", keys=log_weights)
+        return ours(*tokens, frequencies, axis_name=axis_name, **options)
 
     def gradient(function):
         return jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args))), argnums=(0, 1, 2, 3, 4))
@@ -188,7 +185,7 @@ def test_tokens_stay_where_they_are(is_causal, eight_devices):
     tokens = jax.random.normal(jax.random.key(0), (8, 300, 4, 8))
 
     def gradient(x):
-        attend = partial(performer_attention, frequencies=frequencies, is_causal=is_causal)
+        attend = partial(ours, frequencies=frequencies, is_causal=is_causal)
         return jax.vjp(lambda x: attend(x, x, x), x)[1](x)[0]
 
     want = jax.jit(gradient)(tokens)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from performer import performer_attention
 from performer.attention import sizes
-from tests.support.attention_inputs import close, inputs
+from tests.support.attention_inputs import close, inputs, ours
 from tests.support.tiers import tiers
 
 
@@ -36,9 +35,7 @@ SELF = ("b, t, ...", "b, t, ...", "b, t, ...", "...")
 
 
 def causal(query, key, value, frequencies, lengths):
-    return performer_attention(
-        query, key, value, frequencies, is_causal=True, key_value_seq_lengths=lengths
-    )
+    return ours(query, key, value, frequencies, is_causal=True, key_value_seq_lengths=lengths)
 
 
 def with_lengths(b=2, t=7):

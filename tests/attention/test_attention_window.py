@@ -13,11 +13,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from performer import performer_attention
 from performer.attention import decay
 from performer.attention.state import State, combine
-from performer.testing import reference_attention
-from tests.support.attention_inputs import SLOPES, M, close, far_apart, inputs, random_decays
+from tests.support.attention_inputs import (
+    SLOPES,
+    M,
+    close,
+    far_apart,
+    inputs,
+    oracle,
+    ours,
+    random_decays,
+)
 from tests.support.tiers import tiers
 
 
@@ -34,7 +41,7 @@ def test_the_kernel_estimate_is_unbiased():
     @jax.vmap
     def matrix(frequencies):
         value = jnp.eye(8)[None, :, None]
-        output = performer_attention(query, key, value, frequencies, is_causal=True, exact_window=2)
+        output = ours(query, key, value, frequencies, is_causal=True, exact_window=2)
         return output[0, :, 0]
 
     rows = np.asarray(matrix(draws), np.float64)
@@ -51,7 +58,7 @@ def test_the_choice_of_keys_computes_no_feature_again(key_heads):
     query, key = jnp.zeros((2, 64, 4, 64)), jnp.zeros((2, 64, key_heads, 64))
 
     def operations(**options):
-        call = jax.jit(partial(performer_attention, **options))
+        call = jax.jit(partial(ours, **options))
         return call.lower(query, key, key, jnp.zeros((64, 64))).compile().cost_analysis()["flops"]
 
     assert operations(exact_keys=1) < 1.25 * operations()
@@ -62,7 +69,7 @@ def test_a_short_sequence_is_one_block():
 
     def has_loop(t):
         tokens, frequencies = jnp.zeros((8, t, 12, 64)), jnp.zeros((64, 64))
-        program = jax.make_jaxpr(performer_attention)(tokens, tokens, tokens, frequencies)
+        program = jax.make_jaxpr(ours)(tokens, tokens, tokens, frequencies)
         return "scan[" in str(program)
 
     assert not has_loop(256)
@@ -78,7 +85,7 @@ def test_gradients_beside_exact_keys():
 
         def loss(step):
             moved = (x + step * y for x, y in zip(tokens, ways, strict=True))
-            return jnp.sum(performer_attention(*moved, exact_keys=3, exact_rows=1) ** 2)
+            return jnp.sum(ours(*moved, exact_keys=3, exact_rows=1) ** 2)
 
         want = (loss(1e-5) - loss(-1e-5)) / 2e-5
         np.testing.assert_allclose(jax.grad(loss)(0.0), want, rtol=1e-7)
@@ -110,7 +117,7 @@ def test_a_million_tokens_lose_no_digit(rate):
 PLACES = {
     "alone": {},
     "packed": {"segment_ids": np.repeat([[0, 1, 2]], [9, 1, 19], axis=1).repeat(2, axis=0)},
-    "decaying": {"log_decay": random_decays(t=29)},
+    "decaying": {"decay": random_decays(t=29)},
 }
 
 
@@ -123,8 +130,8 @@ def test_a_chunk_has_several_windows(is_causal, place, small_chunks):
     tokens = inputs(t=29, s=29)
     for window in (1, 2, 4, 5):
         given = dict(is_causal=is_causal, exact_window=window, **PLACES[place])
-        want, bound = reference_attention(*tokens, with_bound=True, **given)
-        error = np.abs(performer_attention(*tokens, **given) - want).max(axis=-1)
+        want, bound = oracle(*tokens, with_bound=True, **given)
+        error = np.abs(ours(*tokens, **given) - want).max(axis=-1)
         assert (error / (2.0**-24 * bound + 1e-30)).max() < 4, window
 
 
@@ -132,15 +139,15 @@ def test_a_chunk_has_several_windows(is_causal, place, small_chunks):
 def test_decayed_first_keys_in_pieces(lengths):
     """Pieces that begin within a window: first keys fade by the tokens since, in any piece."""
     tokens, log_decay = inputs(t=9, s=9), random_decays(t=9)
-    attend = partial(performer_attention, is_causal=True, exact_window=3, exact_first=2)
+    attend = partial(ours, is_causal=True, exact_window=3, exact_first=2)
     outputs, state, begin = [], None, 0
     for length in lengths:
         query, key, value, log = (x[:, begin : begin + length] for x in (*tokens[:3], log_decay))
-        options: dict = dict(log_decay=log, initial_state=state, return_state=True)
+        options: dict = dict(decay=log, initial_state=state, return_state=True)
         output, state = attend(query, key, value, tokens[3], **options)
         outputs.append(output)
         begin += length
-    close(jnp.concatenate(outputs, axis=1), attend(*tokens, log_decay=log_decay), 1e-5)
+    close(jnp.concatenate(outputs, axis=1), attend(*tokens, decay=log_decay), 1e-5)
 
 
 @pytest.mark.parametrize("lengths", [(14,), (3, 1, 10), (1,) * 14])
@@ -152,17 +159,15 @@ def test_padding_is_no_first_key(lengths, decays):
     mask[1, 4] = False
     given = dict(mask=mask[:, None, None])
     if decays:
-        given["log_decay"] = random_decays()
-    attend = partial(performer_attention, is_causal=True, exact_window=3, exact_first=2)
+        given["decay"] = random_decays()
+    attend = partial(ours, is_causal=True, exact_window=3, exact_first=2)
     exact = dict(is_causal=True, exact_window=3, exact_first=2)
     first = np.cumsum(mask, axis=1) <= 2  # by definition, without the oracle's own count
-    want = reference_attention(
+    want = oracle(
         *tokens, frequencies, **given, is_causal=True, exact_window=3,
         exact_pairs=(first & mask)[:, None, None],
     )  # fmt: skip
-    np.testing.assert_allclose(
-        reference_attention(*tokens, frequencies, **given, **exact), want, atol=1e-12
-    )
+    np.testing.assert_allclose(oracle(*tokens, frequencies, **given, **exact), want, atol=1e-12)
     outputs, state, begin = [], None, 0
     for length in lengths:
         end = begin + length
@@ -186,8 +191,8 @@ def test_padding_is_no_first_key_of_a_segment():
     ids = np.repeat([[0, 1, 2]], [5, 3, 6], axis=1).repeat(2, axis=0)
     exact = dict(exact_window=2, exact_first=2, segment_ids=ids, mask=mask[:, None, None])
     for is_causal in (True, False):
-        want = reference_attention(*tokens, frequencies, **exact, is_causal=is_causal)
-        got = performer_attention(*tokens, frequencies, **exact, is_causal=is_causal)
+        want = oracle(*tokens, frequencies, **exact, is_causal=is_causal)
+        got = ours(*tokens, frequencies, **exact, is_causal=is_causal)
         close(got, want, 1e-5)
 
 
@@ -213,11 +218,11 @@ def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
         rng = np.random.default_rng(7)
         log_weights = 100 * rng.standard_normal((2, 14, 4)).astype(np.float32)
         log_weights[0, 3:6, 0] = -np.inf
-        given["key_log_weights"] = log_weights
+        given["keys"] = log_weights
     elif "window" in case:
         given = dict(is_causal="causal" in case, exact_window=2)
     elif case == "alibi":
-        given["alibi_slopes"] = SLOPES
+        given["slopes"] = SLOPES
     else:
         given["feature_map"] = case
     robust = None if "window" in case else "robust"
@@ -227,9 +232,9 @@ def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
         if "window" in case:  # all keys opposite to all queries: near and far ones count alike
             query = jnp.broadcast_to(tokens[0][:, :1], tokens[0].shape)
             tokens = query, -query, *tokens[2:]
-        want, bound = reference_attention(*tokens, scale=1.0, with_bound=True, **given)
+        want, bound = oracle(*tokens, scale=1.0, with_bound=True, **given)
         for implementation, of_norms in ratios.items():
-            got = performer_attention(*tokens, implementation=implementation, scale=1.0, **given)
+            got = ours(*tokens, implementation=implementation, scale=1.0, **given)
             error = np.abs(got - want).max(axis=-1)
             of_norms.append((error / (2.0**-24 * bound + 1e-30)).max())
     assert max(ratios[robust]) < 4
@@ -243,7 +248,7 @@ def test_lost_rows_of_features_with_factors():
     key = jnp.asarray(np.stack([a, np.full(3, -60.0)], axis=-1)[None, :, None], jnp.float32)
     query = jnp.broadcast_to(jnp.array([-60.0, 5.0]), key.shape)
     options: dict = dict(feature_map="elu+1", scale=1.0, is_causal=True, implementation="robust")
-    got = performer_attention(query, key, jnp.eye(3)[None, :, None], jnp.eye(2), **options)
+    got = ours(query, key, jnp.eye(3)[None, :, None], jnp.eye(2), **options)
     want = np.tril(np.tile(7 + a, (3, 1)))
     np.testing.assert_allclose(got[0, :, 0], want / want.sum(axis=1, keepdims=True), rtol=1e-5)
 
@@ -256,10 +261,10 @@ def test_huge_log_weights(feature_map, is_causal, small_chunks):
     """A key that outweighs all others is all that counts where it is seen; alone, any counts."""
     query, key, value, frequencies = inputs(t=9)
     frequencies, query, key = (jnp.abs(x) for x in (frequencies, query, key))  # relu: no zeros
-    attend = partial(performer_attention, is_causal=is_causal, feature_map=feature_map)
+    attend = partial(ours, is_causal=is_causal, feature_map=feature_map)
     for of_one, of_others in [(1e4, 0.0), (0.0, -1e4), (1e4, -1e4), (-1e30, -np.inf)]:
         log_weights = np.where(np.arange(9) == 4, of_one, of_others).astype(np.float32)
-        got = attend(query, key, value, frequencies, key_log_weights=log_weights)
+        got = attend(query, key, value, frequencies, keys=log_weights)
         one = np.repeat(np.broadcast_to(value[:, 4:5], value.shape), 2, axis=2)
         close(got[:, 4:], one[:, 4:])
         if is_causal and of_others > -np.inf:
@@ -282,7 +287,7 @@ def test_without_features_a_window_is_softmax_of_its_pairs(is_causal):
     logits = np.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
     weights = np.where(near, np.exp(logits - logits.max(-1, keepdims=True)), 0)
     want = np.einsum("bnts,bsnv->btnv", weights / weights.sum(-1, keepdims=True), v)
-    attend = partial(performer_attention, **options)
+    attend = partial(ours, **options)
     close(attend(query, key, value, None), want)
     slope = jax.grad(lambda q: jnp.sum(attend(q, key, value, None) ** 2))(query)
     assert np.isfinite(slope).all()

@@ -1,6 +1,8 @@
 """Inputs of attention, for the tests of its operator."""
 
+import dataclasses
 from functools import partial
+from types import FunctionType
 
 import jax
 import jax.numpy as jnp
@@ -75,15 +77,28 @@ def by_keywords(function, query, key, value, frequencies, **keywords):
     """
     exact = {x: keywords.pop(f"exact_{x}") for x in Exact._fields if f"exact_{x}" in keywords}
     given = {x: keywords.pop(x) for x in OF_FEATURES if x in keywords}
+    if isinstance(given.get("feature_map"), FunctionType):  # of the reference alone
+        keywords["feature_map"] = given.pop("feature_map")
     bias = Bias(keywords.pop("keys", None), keywords.pop("decay", None))
     if (slopes := keywords.pop("slopes", None)) is not None:
         bias = bias + alibi(slopes)
-    features = Features(frequencies, **given, exact=Exact(**exact))
-    return function(query, key, value, features, bias=bias, **keywords)
+    features = frequencies
+    if given or exact or frequencies is None:
+        features = unchecked(Features, frequencies=frequencies, **given, exact=Exact(**exact))
+    bias = {} if bias.keys is bias.decay is None else {"bias": bias}
+    return function(query, key, value, features, **bias, **keywords)
 
 
-attend = partial(by_keywords, performer_attention)
-streamed = partial(by_keywords, stream)
+def unchecked(kind, **fields):
+    """A value without the checks of annotations, which users do not have."""
+    made = object.__new__(kind)
+    for each in dataclasses.fields(kind):
+        object.__setattr__(made, each.name, fields.get(each.name, each.default))
+    return made
+
+
+ours = partial(by_keywords, performer_attention)
+ours_streamed = partial(by_keywords, stream)
 oracle = partial(by_keywords, reference_attention)
 
 
@@ -110,7 +125,7 @@ def by_op(query, key, value, *, batch=3, num_features=16, pairs=None, **options)
     drawn_key = jax.random.split(jax.random.key(0), 1)[0]
     frequencies = couplings.draw(drawn_key, couplings.DEFAULT, num_features, width, heads)
     fitted = calibration.fit(moments, "full", couplings.DEFAULT, "exact_window" in options)
-    return attend(query, key, value, frequencies, calibration=fitted, **options)
+    return ours(query, key, value, frequencies, calibration=fitted, **options)
 
 
 def close(got, want, tolerance=1e-5):
