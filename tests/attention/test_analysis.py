@@ -1,6 +1,6 @@
 """Attention errors against a float64 oracle written from the equations, and their statistics."""
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import pytest
 from scipy.linalg import helmert
 from scipy.special import logsumexp, softmax
 
-from performer import analysis, couplings
+from performer import Exact, Features, analysis, couplings
 from performer.analysis import attention_error, recommend
 from performer.attention import attention_weights
 from performer.calibration import Calibration
@@ -167,13 +167,6 @@ def test_a_function_a_mask_and_a_scale():
     assert_matches(error, root * query, root * key, value, g, mask=mask)
 
 
-@pytest.mark.parametrize("name", ["feature_map", "alibi_slopes", "segment_ids", "exact_window_"])
-def test_options_that_are_not_measured_are_refused(name):
-    query, key, _ = inputs()
-    with pytest.raises(TypeError, match=f"attention_error has no {name}"):
-        attention_error(query, key, num_features=M, **{name: 1})
-
-
 @pytest.mark.parametrize("drawn", [None, [1.0], np.ones((H, M))])
 def test_couplings_without_a_row_for_each_feature_are_refused(drawn):
     query, key, _ = inputs()
@@ -214,9 +207,10 @@ def test_a_window_without_features():
     """The first query sees a far key alone, which is not estimated: its row is 0."""
     _, key, value = inputs()
     query, mask = jnp.repeat(key, N // K, axis=-2), np.arange(S) >= 2
-    window: dict = dict(exact_window=1, mask=mask)
-    error = attention_error(query, key, value, num_features=0, draws=3, **window)
-    estimate = np.asarray(attention_weights(query, key, None, **window), np.float64)
+    window = Exact(window=1)
+    error = attention_error(query, key, value, num_features=0, draws=3, exact=window, mask=mask)
+    alone = Features(None, exact=window)
+    estimate = np.asarray(attention_weights(query, key, alone, mask=mask), np.float64)
     assert not estimate[:, :, 0].any()
     repeated = np.repeat(np.asarray(key, np.float64), N // K, axis=-2)
     kernel = mask * np.exp(np.einsum("bthx,bshx->bhts", repeated, repeated) / H**0.5)
@@ -230,9 +224,10 @@ def test_left_padding_is_no_first_key():
     """Far from their window all queries see the first key that exists, exactly."""
     _, key, value = inputs()
     query, mask = jnp.repeat(key, N // K, axis=-2), np.arange(S) >= 2
-    options: dict = dict(exact_window=1, exact_first=1, mask=mask)
-    error = attention_error(query, key, value, num_features=0, draws=3, **options)
-    estimate = np.asarray(attention_weights(query, key, None, **options), np.float64)
+    near = Exact(window=1, first=1)
+    error = attention_error(query, key, value, num_features=0, draws=3, exact=near, mask=mask)
+    alone = Features(None, exact=near)
+    estimate = np.asarray(attention_weights(query, key, alone, mask=mask), np.float64)
     assert estimate[..., 2].all()
     unit = np.broadcast_to(np.eye(S)[:, None], (len(key), S, K, S))
     A = np.moveaxis(softmax_attention(query, key, unit, mask=mask), 2, 1)
@@ -261,19 +256,21 @@ def test_an_exact_window_is_that_of_the_package():
         A = jax.nn.softmax(jnp.where(jnp.tri(S, dtype=bool) | (not is_causal), logits, -jnp.inf))
         options = dict(coupling=gaussian, num_features=M, draws=DRAWS)
         both = dict(calibration=calibration, is_causal=is_causal)
-        near = dict(
-            exact_window=window, exact_first=first, exact_keys=keys, exact_rows=int(not is_causal)
-        )
-        error = attention_error(query, key, value, **options, **both, **near)
-        measure = partial(attention_weights, query, key, **both, **near)
+        near = Exact(window, first, keys, int(not is_causal))
+        error = attention_error(query, key, value, **options, **both, exact=near)
+
+        def measure(w, fitted=calibration, near=near, is_causal=is_causal):
+            features = Features(w, fitted, exact=near)
+            return attention_weights(query, key, features, is_causal=is_causal)
+
         measured = jax.jit(jax.vmap(measure))(documented_draws(gaussian))
         want = np.mean(np.sum((measured - A) ** 2, (-2, -1)), axis=0)
         want = want / np.sum(A**2, axis=(-2, -1))
         np.testing.assert_allclose(error.attention.value, want, rtol=2e-4)
-        whole = attention_error(query, key, value, **options, **both, exact_window=S)
+        whole = attention_error(query, key, value, **options, **both, exact=Exact(S))
         assert whole.attention.value.max() < 1e-10
         assert whole.row_sum.value.max() < 1e-5
-    show = dict(tolerance=1e-6, limit=2, scale=0.3, exact_window=S, show=lambda _: None)
+    show = dict(tolerance=1e-6, limit=2, scale=0.3, exact=Exact(S), show=lambda _: None)
     assert recommend(query, key, coupling=gaussian, draws=DRAWS, **show).num_features == 2
 
 
@@ -315,14 +312,14 @@ def test_blocks_of_rows(monkeypatch):
     query, key, value = inputs()
     near = jnp.concatenate([query, query], axis=1)[:, :S], key, value
     whole = attention_error(*inputs(), **options)
-    of_near = attention_error(*near, **options, exact_window=2, is_causal=True)
+    of_near = attention_error(*near, **options, exact=Exact(2), is_causal=True)
     function = analysis._measure.__wrapped__
     monkeypatch.setattr(
         analysis, "_measure", jax.jit(lambda *args: function(*args), static_argnums=(8, 9))
     )
     monkeypatch.setattr(analysis, "BLOCK", 4)
     assert_same(whole, attention_error(*inputs(), **options))
-    assert_same(of_near, attention_error(*near, **options, exact_window=2, is_causal=True))
+    assert_same(of_near, attention_error(*near, **options, exact=Exact(2), is_causal=True))
 
 
 def assert_same(one, other):
@@ -405,7 +402,7 @@ def test_recommend():
     assert (none.num_features, none.most, none.error) == (None, 2, errors[2])
     assert str(none).startswith("No number of features up to 2 is enough with gaussian.\n")
     tried = []
-    options |= dict(tolerance=1e-9, limit=4, exact_keys=S, show=tried.append)
+    options |= dict(tolerance=1e-9, limit=4, exact=Exact(keys=S), show=tried.append)
     with jax.numpy_rank_promotion("raise"):
         found = recommend(query, key, **options)
     assert (found.num_features, found.exact_keys) == (2, S)

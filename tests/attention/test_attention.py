@@ -292,7 +292,10 @@ KINDS = [
     (dict(frequencies="pm"), r"features='pm' is a name; draw them: performer.Features.draw\("),
     (dict(frequencies=3), "features is a int; expected performer.Features"),
     (dict(frequencies=3, exact_rows=1), "frequencies are 3; expected an array"),
-    (dict(frequencies=ones(H), exact_rows=1), r"frequencies have shape \(8,\); expected an array \(num_features"),
+    (
+        dict(frequencies=ones(H), exact_rows=1),
+        r"frequencies have shape \(8,\); expected an array \(num_features",
+    ),
     (dict(frequencies=ones(0, H)), "num_features must be at least 1"),
     (
         dict(query=ones(2, 7, 4, 0), key=ones(2, 7, 2, 0), frequencies=ones(M, 0)),
@@ -304,7 +307,10 @@ KINDS = [
     (dict(mask="causal"), "mask='causal': pass an array of the keys that exist, or is_causal=True"),
     (dict(mask=np.tril(ones(7, 7))), "for a causal mask is_causal=True"),
     (dict(mask=ones(2, 1, 1, 6)), "honours masks over keys only"),
-    (dict(mask=np.array([0.0, -1e9] + [0.0] * 5)), "if it is added to the logits pass it as .*Bias"),
+    (
+        dict(mask=np.array([0.0, -1e9] + [0.0] * 5)),
+        "if it is added to the logits pass it as .*Bias",
+    ),
     (dict(key_value_seq_lengths=np.array([2.5, 3])), "dtype float.*; expected integers from 0"),
     (dict(key_value_seq_lengths=np.array([3, -1])), "the entry -1.0; expected integers from 0"),
     (dict(segment_ids=np.zeros((2, 7))), "segment_ids have dtype float.*; expected integers"),

@@ -13,6 +13,7 @@ import pytest
 from jax.extend.core.primitives import dot_general_p
 
 from performer.numerics import BFLOAT16
+from tests.support.attention_inputs import ours
 
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
@@ -77,11 +78,11 @@ def errors(query, key, value, frequencies, gradient):
             for x, y in zip(got, map(np.asarray, want), strict=True)
         ]
 
-    ours = partial(ours, frequencies=jnp.asarray(given), implementation="direct")
+    features = partial(ours, frequencies=jnp.asarray(given), implementation="blocked")
     with jax.enable_x64(True):
         wide = jnp.asarray(given, jnp.float64)
     return (
-        distance(ours, partial(plain, frequencies=wide)),
+        distance(features, partial(plain, frequencies=wide)),
         distance(jax.nn.dot_product_attention, softmax),
     )
 

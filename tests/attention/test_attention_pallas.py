@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from performer import calibration
+from performer import Exact, Features, calibration
 from performer.attention import explain, sizes
 from performer.attention.kernels import gpu, which
 from tests.support import attention_inputs
@@ -212,9 +212,9 @@ def test_lost_rows_are_those_without_the_kernel(platform, monkeypatch):
     tiers(
         [
             ("feature_map", dict(feature_map="relu")),
-            ("stabilizer", dict(stabilizer="google")),
             ("segment_ids", dict(segment_ids=np.zeros((2, 20), np.int32))),
-            ("return_state", dict(return_state=True)),
+            ("a decay", dict(slopes=np.ones(4))),
+            ("return_residual", dict(return_residual=True)),
             ("float16", dict(dtype=np.float16)),
             ("so large", dict(m=4096, h=256, v=256, is_causal=True)),
         ],
@@ -290,9 +290,10 @@ def test_explain(monkeypatch):
     monkeypatch.setattr(which, "INTERPRET", "")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
-    def paths(dtype=jnp.bfloat16, h=64, m=128, **options):
+    def paths(dtype=jnp.bfloat16, h=64, m=128, exact=Exact(), **options):  # noqa: B008
         x = jax.ShapeDtypeStruct((2, 30, 4, h), dtype)
-        lines = explain(x, x, x, jax.ShapeDtypeStruct((m, h), jnp.float32), **options)
+        w = jax.ShapeDtypeStruct((m, h), jnp.float32)
+        lines = explain(x, x, x, Features(w, exact=exact), **options)
         return [line.split(": ", 1)[1] for line in lines.splitlines()]
 
     none, kernel = "blocked, no kernel", "kernel"
@@ -305,7 +306,8 @@ def test_explain(monkeypatch):
         assert paths(implementation="robust") == ["robust"] * 3
         packed = f"{none} for segment_ids"
         assert paths(segment_ids=segments, implementation=PALLAS)[1:] == [packed] * 2
-        assert paths(exact_window=4)[1] == "robust, no kernel for exact_window=4"
+        assert paths(exact=Exact(4))[1] == "robust, no kernel for Exact(window=4)"
+        assert paths(streams=True)[1] == f"{none} for states or axis_name"
         assert paths(np.float16)[1] == f"{none} by default in float16, which was not timed"
         assert "(64, 64, 100), of which powers of two were timed" in paths(m=100)[1]
         assert "(80, 80, 128) on a GPU, of products above 8,192" in paths(h=80)[1]

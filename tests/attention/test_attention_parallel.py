@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from performer.attention import stream
 from performer.nnx import PerformerAttention, Statistics
 from tests.support.attention_inputs import inputs, ours
 from tests.support.tiers import tiers
@@ -84,7 +85,7 @@ def test_what_all_devices_have_leaves_as_one(eight_devices):
     query, key, value, frequencies = inputs(t=3, s=16)
 
     def attend(*tokens, axis_name=None):
-        return ours(*tokens, frequencies, return_state=True, axis_name=axis_name)
+        return stream(*tokens, frequencies, is_causal=False, axis_name=axis_name)
 
     split = jax.shard_map(
         partial(attend, axis_name="sequence"),

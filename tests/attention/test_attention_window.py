@@ -23,6 +23,7 @@ from tests.support.attention_inputs import (
     inputs,
     oracle,
     ours,
+    ours_streamed,
     random_decays,
 )
 from tests.support.tiers import tiers
@@ -139,12 +140,13 @@ def test_a_chunk_has_several_windows(is_causal, place, small_chunks):
 def test_decayed_first_keys_in_pieces(lengths):
     """Pieces that begin within a window: first keys fade by the tokens since, in any piece."""
     tokens, log_decay = inputs(t=9, s=9), random_decays(t=9)
-    attend = partial(ours, is_causal=True, exact_window=3, exact_first=2)
+    exact = dict(exact_window=3, exact_first=2)
+    attend, stream_by = partial(ours, is_causal=True, **exact), partial(ours_streamed, **exact)
     outputs, state, begin = [], None, 0
     for length in lengths:
         query, key, value, log = (x[:, begin : begin + length] for x in (*tokens[:3], log_decay))
-        options: dict = dict(decay=log, initial_state=state, return_state=True)
-        output, state = attend(query, key, value, tokens[3], **options)
+        given = query, key, value, tokens[3]
+        output, state = stream_by(*given, decay=log, state=state)
         outputs.append(output)
         begin += length
     close(jnp.concatenate(outputs, axis=1), attend(*tokens, decay=log_decay), 1e-5)
@@ -160,7 +162,7 @@ def test_padding_is_no_first_key(lengths, decays):
     given = dict(mask=mask[:, None, None])
     if decays:
         given["decay"] = random_decays()
-    attend = partial(ours, is_causal=True, exact_window=3, exact_first=2)
+    attend = partial(ours_streamed, exact_window=3, exact_first=2)
     exact = dict(is_causal=True, exact_window=3, exact_first=2)
     first = np.cumsum(mask, axis=1) <= 2  # by definition, without the oracle's own count
     want = oracle(
@@ -176,12 +178,12 @@ def test_padding_is_no_first_key(lengths, decays):
             for name, x in given.items()
         }
         part = [x[:, begin:end] for x in tokens]
-        output, state = attend(*part, frequencies, **pieces, initial_state=state, return_state=True)
+        output, state = attend(*part, frequencies, **pieces, state=state)
         outputs.append(output)
         begin = end
     close(jnp.concatenate(outputs, axis=1), want, 1e-5)
     if len(lengths) == 1:
-        close(attend(*tokens, frequencies, **given), want, 1e-5)
+        close(ours(*tokens, frequencies, **given, **exact), want, 1e-5)
 
 
 def test_padding_is_no_first_key_of_a_segment():
@@ -295,6 +297,6 @@ def test_without_features_a_window_is_softmax_of_its_pairs(is_causal):
         halves = zip(*(jnp.split(x, 2, axis=1) for x in (query, key, value)), strict=True)
         outputs, state = [], None
         for tokens in halves:
-            output, state = attend(*tokens, None, initial_state=state, return_state=True)
+            output, state = ours_streamed(*tokens, None, state=state, **options)
             outputs.append(output)
         close(jnp.concatenate(outputs, axis=1), want)

@@ -10,12 +10,13 @@ import pytest
 from flax import nnx
 from scipy import stats
 
-from performer import calibration, couplings, directions, performer_attention
+from performer import Exact, Features, calibration, couplings, directions
 from performer.calibration import calibrate, fit, pair_moments
 from performer.nnx import PerformerAttention
 from performer.refinement import LEARNED
 from performer.testing import reference
 from tests.support import oracles
+from tests.support.attention_inputs import ours
 
 METHODS = ["none", "shift", "scale", "tilt", "proposal", "shift+scale", "shift+traceless", "full"]
 H = 4
@@ -66,7 +67,7 @@ def test_fit_is_that_of_the_equations(method):
 
 
 def test_a_tilt_beside_exact_pairs_is_never_traceless():
-    fitted = calibrate(QUERY, KEY, coupling="pm", beside_exact=True)
+    fitted = calibrate(QUERY, KEY, coupling="pm", mixed=True)
     assert calibration.parts("full", "pm", True) == ("shift", "scale", "proposal")
     for head, moments in enumerate(oracles.pair_moments(QUERY, KEY)):
         want = oracles.calibration(moments, ("shift", "scale", "tilt"))
@@ -74,12 +75,14 @@ def test_a_tilt_beside_exact_pairs_is_never_traceless():
         np.testing.assert_allclose(got[0], want[0], rtol=2e-4, atol=2e-5)  # c
         np.testing.assert_allclose(got[4], want[3], rtol=2e-4, atol=2e-5)  # S
     for options, method in (
-        (dict(exact_keys=2), "shift+scale+proposal"),
-        (dict(exact_window=2), "shift+scale+proposal"),
-        (dict(exact_rows=1), "shift+scale+traceless"),
+        (dict(exact=Exact(keys=2)), "shift+scale+proposal"),
+        (dict(exact=Exact(window=2)), "shift+scale+proposal"),
+        (dict(exact=Exact(rows=1)), "shift+scale+traceless"),
     ):
         options |= dict(coupling="pm", calibration="full", rngs=nnx.Rngs(0))
         assert PerformerAttention(8, H, **options).method == method
+    drawn = Features.draw(jax.random.key(0), "pm", 8, H, exact=Exact(keys=2))
+    jax.tree.map(np.testing.assert_array_equal, drawn.calibrated(QUERY, KEY).calibration, fitted)
 
 
 @pytest.mark.thorough
@@ -183,7 +186,7 @@ def test_the_coupling_chooses_the_tilt(coupling, tilt):
 def test_shift_and_scale_serve_every_map_of_softmax(feature_map, window):
     """They are those of queries and keys alone: moved before the call, nothing else changes."""
     fitted = calibrate(QUERY, KEY, method="shift+scale")
-    attend = partial(performer_attention, feature_map=feature_map, exact_window=window)
+    attend = partial(ours, feature_map=feature_map, exact_window=window)
     query, frequencies, root = QUERY[:, :7], frequencies_of(2), H**-0.25
     got = attend(query, KEY, VALUE, frequencies, calibration=fitted)
     query = calibration.transform_queries(fitted, query * root)
@@ -211,7 +214,7 @@ def test_exact_pairs_ignore_an_ill_conditioned_calibration(options):
     leaves = (20 * rng.normal(size=H), m, inverse, None, np.eye(H) + 0.1)
     fitted = calibration.Calibration(*(x if x is None else jnp.float32(x) for x in leaves))
     query, key = data(6, keys=9)
-    output = performer_attention(query, key, key, frequencies_of(), calibration=fitted, **options)
+    output = ours(query, key, key, frequencies_of(), calibration=fitted, **options)
     want = jax.nn.dot_product_attention(query, key, key, is_causal=options.get("is_causal", False))
     np.testing.assert_allclose(output, want, atol=3e-6)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen
 
-from performer import couplings, performer_attention
+from performer import Exact, Features, alibi, couplings, performer_attention
 from performer.linen import PerformerAttention, performer_attention_fn
 from tests.support.tiers import tiers
 
@@ -17,9 +17,10 @@ W = couplings.draw(jax.random.key(1), "orf", 16, 4, num_heads=2)
 
 
 def layer(frequencies=W, **kwargs):
-    own = ("is_causal", "exact_window", "exact_first", "alibi_slopes")
+    own = ("is_causal", "own_bias")
     options = {name: kwargs.pop(name) for name in own if name in kwargs}
-    attention_fn = partial(performer_attention_fn, frequencies=frequencies, **options)
+    features = Features(frequencies, exact=kwargs.pop("exact", Exact()))
+    attention_fn = partial(performer_attention_fn, features=features, **options)
     return linen.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn, **kwargs)
 
 
@@ -44,7 +45,7 @@ SLOPES = np.array([0.5, 0.125])
 
 
 @pytest.mark.parametrize(
-    "places", tiers([{"exact_window": 2, "exact_first": 1, "alibi_slopes": SLOPES}, {}], 0)
+    "places", tiers([{"exact": Exact(window=2, first=1), "own_bias": alibi(SLOPES)}, {}], 0)
 )
 def test_decoding_is_causal_attention(places):
     module = layer(decode=True, **places)
@@ -75,14 +76,16 @@ class Stack(linen.Module):
         return x
 
 
-@pytest.mark.parametrize("options", [{"is_causal": True, "options": {"exact_window": 2}}, {}])
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True, "features": {"exact": Exact(window=2)}}, {}]
+)
 def test_the_module_holds_its_frequencies(options):
     module = linen.MultiHeadDotProductAttention(2, attention_fn=PerformerAttention(16, **options))
     variables = module.init(jax.random.key(3), X)
     w = variables["frequencies"]["attention_fn"]["frequencies"]
     assert w.shape == (2, 16, 4)
     assert set(variables) == {"params", "frequencies"}
-    same = layer(w, is_causal="is_causal" in options, **options.get("options", {}))
+    same = layer(w, is_causal="is_causal" in options, **options.get("features", {}))
     mask = np.arange(5)[None, None, None] < 4
     want = same.apply({"params": variables["params"]}, X, mask=mask)
     got, state = module.apply(variables, X, mask=mask, sow_weights=True, mutable="intermediates")
@@ -93,7 +96,7 @@ def test_the_module_holds_its_frequencies(options):
 
 def test_a_window_alone_has_no_frequencies():
     """As wide as the sequence it is softmax attention."""
-    window = PerformerAttention(0, options={"exact_window": 5})
+    window = PerformerAttention(0, features={"exact": Exact(window=5)})
     module = linen.MultiHeadDotProductAttention(2, attention_fn=window)
     variables = module.init(jax.random.key(3), X)
     assert set(variables) == {"params"}

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import performer
-from performer import performer_attention
+from performer import Exact, Features, alibi, performer_attention
 from performer.calibration import calibrate
 from performer.nnx import PerformerAttention, redraw
 from tests.support import oracles
@@ -37,10 +37,10 @@ def layer(coupling="pm", num_heads: int | None = 2, dropout_rate=0.0, options=No
 X = jax.random.normal(jax.random.key(0), (3, 5, 8))
 
 
-WINDOW: dict = dict(exact_window=2, exact_first=1)
-SLOPES: dict = dict(alibi_slopes=np.array([0.5, 0.125]))
+WINDOW: dict = dict(exact=Exact(window=2, first=1))
+SLOPES: dict = dict(bias=alibi(np.array([0.5, 0.125])))
 PLACES = WINDOW | SLOPES
-OF_FOUR = WINDOW | dict(alibi_slopes=np.array([0.5, 0.125, 0.0, 2.0]))
+OF_FOUR = WINDOW | dict(bias=alibi(np.array([0.5, 0.125, 0.0, 2.0])))
 
 
 @pytest.mark.thorough
@@ -55,10 +55,12 @@ def test_options_are_those_of_the_operator(options, is_causal):
     )
     x = jax.random.normal(jax.random.key(1), (3, 7, 16))
     heads, W = [f(x) for f in (module.query, module.key, module.value)], attention_fn.frequencies
-    attend = partial(performer_attention, *heads, W[...], is_causal=is_causal)
+    plain = partial(performer_attention, *heads, is_causal=is_causal)
+    fields = {x: y for x, y in options.items() if x != "bias"}
+    attend = partial(plain, Features(W[...], **fields), bias=options.get("bias"))
     got = module(x, is_causal=is_causal)
-    np.testing.assert_allclose(got, module.out(attend(**options)), atol=1e-6)
-    assert not np.allclose(got, module.out(attend()), atol=1e-3)
+    np.testing.assert_allclose(got, module.out(attend()), atol=1e-6)
+    assert not np.allclose(got, module.out(plain(W[...])), atol=1e-3)
     if is_causal:
         changed = module(x.at[:, 4:].set(0), is_causal=True)
         np.testing.assert_array_equal(changed[:, :4], got[:, :4])
@@ -200,7 +202,7 @@ def test_a_call_is_calibrated_by_the_calls_before():
     plain = performer_attention(*tokens, frequencies)
     np.testing.assert_allclose(attention(*tokens), plain, rtol=1e-4, atol=1e-5)
     fitted = calibrate(*tokens[:2], coupling="orf")
-    want = performer_attention(*tokens, frequencies, calibration=fitted)
+    want = performer_attention(*tokens, Features(frequencies, fitted))
     attention.eval()
     np.testing.assert_allclose(attention(*tokens), want, rtol=1e-4, atol=1e-5)
     assert np.abs(want - plain).max() > 0.05
@@ -291,7 +293,7 @@ def test_a_mask_that_is_added_to_logits_is_refused():
     tokens = jax.random.normal(jax.random.key(1), (3, 2, 5, 2, 4))
     added = jnp.where(VALID[:, None, None], 0.0, -1e9)
     for mask in (added, jnp.broadcast_to(added, (2, 1, 5, 5))):
-        with pytest.raises(ValueError, match="key_log_weights|honours masks over keys only"):
+        with pytest.raises(ValueError, match="Bias|honours masks over keys only"):
             attention(*tokens, mask=mask)
 
 

@@ -1,17 +1,17 @@
 """Attention transfer: its losses, what it holds out, and that it helps where it was not trained."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from performer import calibration, couplings
-from performer.attention import Exact, attention_weights
+from performer.attention import Exact, Features, attention_weights
 from performer.refinement import (
-    LEARNED,
     START,
     Far,
-    Linear,
     Sample,
     absorbed,
     calibrated_far,
@@ -51,7 +51,7 @@ def test_the_losses_are_those_of_the_equations(is_causal):
     @jax.jit
     def computed(of):
         exact = softmax_attention(of, is_causal)
-        estimate = performer_estimate(frequencies, Linear(frequencies), of, is_causal)
+        estimate = performer_estimate(Features(frequencies), of, is_causal)
         losses = [loss(estimate, exact, pairs) for loss in (squared, divergence)]
         return exact, estimate, *losses
 
@@ -102,12 +102,11 @@ def test_refining_lowers_the_error():
     seen, unseen = sample(64), sample(16, seed=2)
     fitted = calibration.calibrate(*seen[:2])
     frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
-    attention = Linear(frequencies, fitted)
     fixed = fitted, Exact()
     refined = transfer(positive_estimate, frequencies, fixed, seen, steps=100)
 
     def error(frequencies):
-        estimate = performer_estimate(frequencies, attention, unseen)
+        estimate = performer_estimate(Features(frequencies, fitted), unseen)
         return squared(estimate, softmax_attention(unseen), unseen.pairs(False))
 
     assert np.all(error(refined) < 0.7 * error(frequencies))
@@ -163,13 +162,8 @@ def test_the_operator_makes_the_same_rows(window, method):
     got = attention_weights(
         of.query,
         of.key,
-        FAR.w_key,
-        query_frequencies=FAR.w_query,
-        weights=FAR.weights,
-        calibration=fitted,
-        feature_map=LEARNED,
+        replace(FAR.features(Exact(window)), calibration=fitted),
         is_causal=True,
-        exact_window=window,
     )
     want = ESTIMATE(FAR, (fitted, Exact(window)), of, True)
     np.testing.assert_allclose(got, want, atol=2e-6)
@@ -198,9 +192,9 @@ def test_the_matrix_of_positive_features_is_the_operators(exact, is_causal, segm
     of, fitted = sample(2, is_padded=True)._replace(query=query, segments=segments), None
     frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
     if method != "none":
-        given = dict(method=method, is_causal=is_causal, beside_exact=any(exact))
+        given = dict(method=method, is_causal=is_causal, mixed=any(exact))
         fitted = calibration.calibrate(of.query, of.key, **given)
-    want = performer_estimate(frequencies, Linear(frequencies, fitted, exact=exact), of, is_causal)
+    want = performer_estimate(Features(frequencies, fitted, exact=exact), of, is_causal)
     got = positive_estimate(frequencies, (fitted, exact), of, is_causal)
     pairs = of.pairs(is_causal)
     np.testing.assert_allclose(jnp.where(pairs, got, 0), jnp.where(pairs, want, 0), atol=3e-6)
@@ -264,9 +258,7 @@ def test_near_pairs_of_packed_sequences():
     of = sample(1)._replace(segments=segments)
     window = Exact(2, 1)
     got = ESTIMATE(FAR._replace(weight=jnp.full(2, -jnp.inf)), (None, window), of)
-    want = attention_weights(
-        *of[:2], jnp.zeros((1, 4)), weights=jnp.zeros(1), segment_ids=segments, **window.options
-    )
+    want = attention_weights(*of[:2], Features(None, exact=window), segment_ids=segments)
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
@@ -282,12 +274,11 @@ def test_the_matrix_of_any_norm_is_that_of_the_equations(norm, exact):
     query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
     query, key = norm * 8**0.25 * query, norm * 8**0.25 * key * np.linspace(1, 0, 24)[:, None, None]
     of = Sample.of(*(jnp.asarray(x, jnp.float32) for x in (query, key)))
-    fitted = calibration.calibrate(of.query, of.key, is_causal=True, beside_exact=any(exact))
+    fitted = calibration.calibrate(of.query, of.key, is_causal=True, mixed=any(exact))
     fitted = fitted._replace(shift=fitted.shift + 3.0)
     frequencies = couplings.draw(jax.random.key(1), "orf", 16, 8, 2)
     got = positive_estimate(frequencies, (fitted, exact), of, True)
-    options = {name: n for name, n in exact.options.items() if n}
     unit = np.broadcast_to(np.eye(24)[:, None], (2, 24, 2, 24))
-    tokens = of.query, of.key, unit, frequencies
-    want = reference_attention(*tokens, calibration=fitted, is_causal=True, **options)
+    features = Features(frequencies, fitted, exact=exact)
+    want = reference_attention(of.query, of.key, unit, features, is_causal=True)
     np.testing.assert_allclose(got, np.moveaxis(want, 2, 1), atol=5e-4)

@@ -13,16 +13,16 @@ from flax import nnx
 from jax.scipy.special import logsumexp
 
 import performer.nnx
-from performer import couplings, performer_attention, testing
+from performer import Bias, Exact, Features, alibi, couplings, performer_attention, testing
+from performer.attention import stream
 from performer.attention.kernels import which
-from tests.support.attention_inputs import inputs
+from tests.support.attention_inputs import inputs, ours
 from tests.support.tiers import tiers
 
 ROBUST = partial(performer_attention, implementation="robust")
 RIGHT = {
     "blocked": (performer_attention, ("causal norms",)),  # its docstring says so
     "robust": (ROBUST, ()),
-    "direct": (partial(performer_attention, implementation="direct"), ("causal norms",)),
 }
 
 
@@ -49,7 +49,10 @@ def test_interpreted_kernels_pass(platform, monkeypatch):
 @pytest.mark.parametrize("feature_map", ["hyperbolic", "relu", "trigonometric"])
 def test_other_feature_maps_pass(feature_map):
     """With sines a normaliser cancels to 1e-4 of its terms: its output is 6,000 times a value."""
-    fn, skip = partial(ROBUST, feature_map=feature_map), ("norms", "causal norms")
+    fn, skip = (
+        partial(ours, implementation="robust", feature_map=feature_map),
+        ("norms", "causal norms"),
+    )
     skip += ("gradients",) if feature_map == "trigonometric" else ()
     testing.assert_attention_matches(fn, feature_map=feature_map, skip=skip)
 
@@ -398,13 +401,17 @@ CHANGES += [halved, twice]
 UNUSUAL = {change.__name__: partial(change, ROBUST) for change in CHANGES} | {
     "the slow estimate": wrong,
     "blocked": performer_attention,
-    "direct": partial(performer_attention, implementation="direct"),
     "jit": jax.jit(ROBUST, static_argnames=("is_causal", "scale")),
     "checkpoint": lambda *x, **options: jax.checkpoint(partial(ROBUST, **options))(*x),
     "other frequencies first": lambda q, k, v, w, **o: ROBUST(q, k, v, w[::-1], **o),
     "all keys and then some": partial(padded, partial(padded, wrong)),
     "a decay of 0": lambda q, k, v, w, **o: ROBUST(
-        q, k, v, w, **o, **dict(alibi_slopes=np.zeros(k.shape[-2])) if q.shape == k.shape else {}
+        q,
+        k,
+        v,
+        w,
+        **o,
+        **dict(bias=alibi(np.zeros(k.shape[-2], np.float32))) if q.shape == k.shape else {},
     ),
     "one segment": lambda q, k, v, w, **o: (
         ROBUST(q, k, v, w, segment_ids=np.zeros(k.shape[:-2], int), **o)
@@ -412,9 +419,11 @@ UNUSUAL = {change.__name__: partial(change, ROBUST) for change in CHANGES} | {
         else ROBUST(q, k, v, w, **o)
     ),
     "log-weights": lambda q, k, v, w, **o: ROBUST(
-        q, k, v, w, key_log_weights=np.full(k.shape[:-2], 3.0), **o
+        q, k, v, w, bias=Bias(keys=np.full(k.shape[:-2], 3.0)), **o
     ),
-    "weights": lambda q, k, v, w, **o: ROBUST(q, k, v, w, weights=jnp.full(len(w), 2.0), **o),
+    "weights": lambda q, k, v, w, **o: ROBUST(
+        q, k, v, Features(w, weights=jnp.full(len(w), 2.0)), **o
+    ),
 }
 
 
@@ -482,13 +491,13 @@ def test_streams(fault):
     causal = partial(performer_attention, is_causal=True)
 
     def step(state, *tokens):
-        output, new = causal(*tokens, initial_state=state, return_state=True)
+        output, new = stream(*tokens, state)
         wrong = fault == "the last piece" and output.shape[1] == 14
         return output * (1 + wrong), state if fault == "state" else new
 
     if fault == "none":
         return testing.assert_streams(causal, step)
-    whole = causal if fault != "position" else partial(performer_attention, alibi_slopes=np.ones(2))
+    whole = causal if fault != "position" else partial(causal, bias=alibi(np.ones(2)))
     with pytest.raises(AssertionError, match=r"piece \d \(tokens .* is away from the whole by"):
         testing.assert_streams(whole, step)
 
@@ -543,7 +552,7 @@ def test_couplings_that_ignore_their_key_are_found(monkeypatch):
     testing.assert_lower_attention_error("orf", "orf", query, key, 16)
     assert len(set(seeds)) == 2
     monkeypatch.undo()
-    all_exact = dict(exact_keys=20, at_most=1e-6, draws=8)
+    all_exact = dict(exact=Exact(keys=20), at_most=1e-6, draws=8)
     testing.assert_attention_error(query, key, "orf", 16, **all_exact)  # no spread, no error
 
 
@@ -561,7 +570,7 @@ def test_layers_of_a_converted_model():
     """A layer that is far away is named; the model stays as it was."""
     rng, model = np.random.default_rng(0), Model()
     batches = [3 * rng.standard_normal((4, 9, 16), np.float32) for _ in range(2)]
-    converted, _ = performer.nnx.linearize(model, batches, exact_keys=9)
+    converted, _ = performer.nnx.linearize(model, batches, exact=Exact(keys=9))
     testing.assert_layers_close(model, converted, batches, at_most=1e-9, min_agreement=1.0)
     assert model.first.attention_fn is nnx.dot_product_attention
     frequencies = converted.second.attention_fn.frequencies
