@@ -38,17 +38,19 @@ from performer.attention.state import (
     Queries,
     State,
     WindowState,
+    attend_with,
     by_block,
     combine,
     extended,
     heads_first,
     look_up,
+    state_relative,
     summarise,
     take,
 )
 from performer.attention.sweep import Near, softmax_rows, sweep
 from performer.attention.values import Exact, Plan
-from performer.numerics import dot, exponentials, weighted
+from performer.numerics import dot, exponentials, finite, weighted
 from performer.typing import float32_or_wider
 
 NOWHERE = 2**31 - 1
@@ -336,8 +338,13 @@ def heavy_keys(
     """
     keys = counted(keys)
     weights = _log_weights_of_keys(maps, *jax.lax.stop_gradient((query, keys, nothing)), plan)
-    largest = jax.lax.top_k(jnp.swapaxes(weights, 1, 2), min(f, weights.shape[1]))[1]
-    index = jnp.swapaxes(largest, 1, 2)  # (b, f, k)
+    return largest(weights, keys, f)
+
+
+def largest(weights: Float[Array, "b s k"], keys: Keys, f: int) -> tuple[Selected, Keys]:
+    """The f keys (b, f, k, .) of each head with the largest weights, and the others."""
+    index = jax.lax.top_k(jnp.swapaxes(weights, 1, 2), min(f, weights.shape[1]))[1]
+    index = jnp.swapaxes(index, 1, 2)  # (b, f, k)
 
     def chosen(x):
         return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 3)), axis=1)
@@ -387,6 +394,47 @@ def _log_weights_of_keys(
         return jnp.moveaxis(log_sums(key_map(heads_first(x)), columns), 0, 2)
 
     return by_block(of_block, keys.key, plan.block) + cast(Array, keys.log_weights)
+
+
+def attend_once(
+    maps: Maps, queries: Queries, keys: Keys, f: int, scale: float, dtype: jnp.dtype
+) -> Float[Array, "b t k g v"]:
+    """Attention with heavy keys, all features of which exist at once, computed once.
+
+    The weights of keys are sums over the same features: with b_j(s) relative to c_j, a_j(t)
+    relative to the row and D_t = sum_j a_j(t) s_j, they are three products with vectors. Then the
+    chosen keys leave the sums, whose terms stay relative to all keys: those below e^-87 are lost.
+    A chosen key has its own weight then, which is above them, for its estimate exceeds it by
+    e^{|w_j|^2 / 2} at most.
+    """
+    b, t, k, g, h = queries.query.shape
+    keys = counted(keys)
+    rows = heads_first(queries.query).reshape(k, b, t * g, h)
+    of_queries, of_keys = maps[0](rows), maps[1](heads_first(keys.key))
+    split = weighted(of_keys, heads_first(keys.log_weights))
+    c = jax.lax.stop_gradient(finite(jnp.max(split[0], axis=-2)))
+    on_keys = exponentials(split, c[..., None, :])
+    exponent = of_queries[0] + c[..., None, :]
+    top = jax.lax.stop_gradient(jnp.max(exponent, axis=-1))
+    on_queries = exponentials((exponent, of_queries[1]), top[..., None])
+    weights = _weights_of_keys(*jax.lax.stop_gradient((on_queries, on_keys, keys.log_weights)))
+    heavy, others = largest(weights, keys, f)
+    left = jnp.where(jnp.isneginf(heads_first(others.log_weights))[..., None], 0.0, on_keys)
+    state = state_relative(c, left, heads_first(keys.value))
+    return attend_with(on_queries, top, state, queries, heavy.keys, scale, dtype)
+
+
+def _weights_of_keys(
+    on_queries: Float[Array, "k b t m"],
+    on_keys: Float[Array, "k b s m"],
+    log_weights: Float[Array, "b s k"],
+) -> Float[Array, "b s k"]:
+    """Estimated weights of keys, from features relative to their maxima; -inf for no key."""
+    rows = jnp.einsum("kbtm,kbm->kbt", on_queries, jnp.sum(on_keys, axis=-2))
+    shares = jnp.where(rows > 0, 1 / jnp.where(rows > 0, rows, 1.0), 0.0)
+    columns = jnp.einsum("kbtm,kbt->kbm", on_queries, shares)
+    weights = jnp.moveaxis(jnp.einsum("kbsm,kbm->kbs", on_keys, columns), 0, 2)
+    return jnp.where(jnp.isneginf(log_weights), -jnp.inf, weights)
 
 
 # Keys

@@ -24,6 +24,7 @@ from performer.attention.bias import Bias
 from performer.attention.exact import (
     Maps,
     Selected,
+    attend_once,
     counted,
     exact_rows,
     existing,
@@ -470,7 +471,8 @@ def _attend(
         order, queries, keys, segments = _sorted(queries, keys, pairs.segments)
     exists = existing(keys)
     selected = []  # keys that every query sees exactly
-    if exact.keys and t:
+    at_once = exact.keys and not by_position and _fits(x, features.num_features, plan)
+    if exact.keys and t and not at_once:
         queries = queries._replace(query=moved_once(queries.query))
         keys = keys._replace(key=moved_once(keys.key))
         fixed = feature_maps(jax.lax.stop_gradient(x), features, plan)
@@ -486,6 +488,9 @@ def _attend(
         for some in selected:
             rows = combine(rows, exact_rows(queries.exact, some, scale))
         output, residual = _output(rows, plan)
+    elif at_once:
+        once = partial(attend_once, maps, f=exact.keys, scale=scale, dtype=dtype)
+        output, residual = jax.checkpoint(once)(queries, keys), None
     else:
         assert not isinstance(state, WindowState)
         state = nothing if state is None else state
@@ -501,6 +506,15 @@ def _attend(
         residual = None if residual is None else residual.at[:, :r].set(rows[1])
     residual = None if residual is None else residual.reshape(b, t, n)
     return output.astype(dtype).reshape(b, t, n, v), residual, state
+
+
+def _fits(x: Arguments, num_features: Any, plan: Plan) -> bool:
+    """True if the features of all tokens may exist at once, to choose keys by them."""
+    (b, t, n, _), (_, s, k, _) = x.query.shape, x.keys.key.shape
+    symbols = any(map(is_symbolic_dim, (b, t, n, s, k)))
+    return not (symbols or plan.residual or 0 in (t, s)) and (
+        4 * b * (t * n + s * k) * num_features // sizes.devices() <= sizes.AT_ONCE
+    )
 
 
 def _output(rows: State, plan: Plan) -> tuple[Array, Array | None]:

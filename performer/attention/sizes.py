@@ -28,6 +28,10 @@ BLOCK_BYTES = 2**29
 It is a thirty-second of the 16 GiB of the smallest devices. A forward and backward pass without
 blocks needs the features once (measured by the compiler for TPU v5e)."""
 
+AT_ONCE = 2**28
+"""Most bytes of the features of all tokens if heavy keys are chosen by them: else blocks compute
+them twice."""
+
 LANES = 128
 """Tokens in a row of a TPU register."""
 ROWS = 16

@@ -155,8 +155,14 @@ def state_of(split: Split, value: Float[Array, "..."]) -> State:
     exponent, _ = split
     # The maximum cancels, so its gradient is zero.
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-2))
+    return state_relative(maximum, exponentials(split, maximum[..., None, :]), value)
+
+
+def state_relative(
+    maximum: Float[Array, "... #m"], weights: Float[Array, "... s m"], value: Float[Array, "..."]
+) -> State:
+    """The state of features e^maximum times these weights of keys."""
     dtype = operand_dtype(value)
-    weights = exponentials(split, maximum[..., None, :])
     over_keys = _over_keys_narrow if dtype == jnp.bfloat16 else _over_keys
     normaliser, numerator = over_keys(weights, value, dtype)
     return State(jnp.broadcast_to(maximum, normaliser.shape), normaliser, numerator)
@@ -257,19 +263,47 @@ def _weights(
     (exponent, factor), (c, s, z) = jax.tree.map(flat, (query_map(query), tuple(state)))
     exponent = exponent + c[..., None, :]
     if keys is not None:
-        assert keys.log_weights is not None
-        by_head = (keys.exact, keys.value, keys.log_weights)
-        key, value, log_weights = (flat(heads_first(x)) for x in by_head)
-        query = flat(rows(queries.exact))
-        logits = dot("...th,...fh->...tf", query, key, query.dtype) * scale
+        logits, *of_keys = _of_keys(queries, keys, scale, s.dtype)
         exponent = jnp.broadcast_to(exponent, (*logits.shape[:-1], s.shape[-1]))
-        exponent = jnp.concatenate([exponent, logits + log_weights[..., None, :]], axis=-1)
+        exponent = jnp.concatenate([exponent, logits], axis=-1)
         if factor is not None:
             factor = jnp.concatenate([factor, jnp.ones_like(logits)], axis=-1)
-        s = jnp.concatenate([s, jnp.ones_like(log_weights, s.dtype)], axis=-1)
-        z = jnp.concatenate([z, value.astype(z.dtype)], axis=-2)
+        s = jnp.concatenate([s, of_keys[0]], axis=-1)
+        z = jnp.concatenate([z, of_keys[1]], axis=-2)
     maximum = jax.lax.stop_gradient(jnp.max(exponent, axis=-1, keepdims=True))
     return exponentials((exponent, factor), maximum), maximum[..., 0], s, z
+
+
+def attend_with(
+    weights: Float[Array, "k b r m"],
+    maximum: Float[Array, "k b r"],
+    state: State,
+    queries: Queries,
+    keys: Keys,
+    scale: float,
+    dtype: jnp.dtype,
+) -> Float[Array, "b t k g v"]:
+    """Return `attend` of features e^maximum times these weights of queries."""
+    (weights, maximum), (_, s, z) = jax.tree.map(flat, ((weights, maximum), tuple(state)))
+    logits, s_keys, z_keys = _of_keys(queries, keys, scale, s.dtype)
+    top = jax.lax.stop_gradient(jnp.maximum(maximum, jnp.max(logits, axis=-1)))
+    weights = weights * jnp.exp(maximum - finite(top))[..., None]
+    weights = jnp.concatenate([weights, jnp.exp(logits - finite(top)[..., None])], axis=-1)
+    s, z = jnp.concatenate([s, s_keys], axis=-1), jnp.concatenate([z, z_keys], axis=-2)
+    output = _output_narrow if dtype == jnp.bfloat16 else _output
+    return _tokens_first(output(weights, s, z, dtype), queries.query)
+
+
+def _of_keys(queries: Queries, keys: Keys, scale: float, dtype: jnp.dtype):
+    """Logits (k, b, t g, f) of exact keys, as of further features, and their sums s and z."""
+    assert keys.log_weights is not None
+    b, t, k, g, h = queries.query.shape
+    by_head = (keys.exact, keys.value, keys.log_weights)
+    key, value, log_weights = (flat(heads_first(x)) for x in by_head)
+    query = flat(heads_first(queries.exact).reshape(k, b, t * g, h))
+    logits = dot("...th,...fh->...tf", query, key, query.dtype) * scale
+    ones = jnp.ones_like(log_weights, dtype)
+    return logits + log_weights[..., None, :], ones, value.astype(dtype)
 
 
 def _tokens_first(x: Array, query: Float[Array, "b t k g h"]) -> Float[Array, "b t k g *v"]:

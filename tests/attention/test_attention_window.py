@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from performer.attention import decay
+from performer.attention import decay, sizes
 from performer.attention.state import State, combine
 from tests.support.attention_inputs import (
     SLOPES,
@@ -300,3 +300,26 @@ def test_without_features_a_window_is_softmax_of_its_pairs(is_causal):
             output, state = ours_streamed(*tokens, None, state=state, **options)
             outputs.append(output)
         close(jnp.concatenate(outputs, axis=1), want)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("weight", [0.0, 30.0, 160.0])
+def test_a_chosen_key_leaves_the_others_their_digits(weight, fits, monkeypatch):
+    """Its features, up to e^80 times the others', are in the sums that choose it.
+
+    Half of the queries are opposite to it.
+    """
+    query, key, value, frequencies = inputs(t=12, n=2, k=2, m=64)
+    along = jnp.zeros(8).at[0].set(weight**0.5 * 8**0.25)
+    key = key.at[:, 3].set(-along)
+    query = query.at[:, ::2].set(0.3 * query[:, ::2] + along)
+    log_weights = np.zeros((2, 12), np.float32)
+    log_weights[:, 3] = weight + 5
+    if not fits:
+        monkeypatch.setattr(sizes, "AT_ONCE", 0)
+    options = dict(exact_keys=1, keys=log_weights)
+    attend = partial(ours, key=key, value=value, frequencies=frequencies, **options)
+    want = oracle(query, key, value, frequencies, **options)
+    np.testing.assert_allclose(attend(query), want, atol=1e-4)
+    gradient = jax.grad(lambda query: jnp.sum(attend(query)[:, ::2] ** 2))(query)
+    assert np.isfinite(gradient).all()
