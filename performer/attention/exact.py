@@ -29,6 +29,7 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention import decay
@@ -55,6 +56,8 @@ from performer.typing import float32_or_wider
 
 NOWHERE = 2**31 - 1
 """Place of a first key that has not been seen yet."""
+CHOSEN = "chosen keys"
+"""Name of their positions for `jax.checkpoint`: the backward pass does not choose again."""
 Maps = tuple[Map, Map]
 """Features of queries and of keys."""
 
@@ -344,7 +347,7 @@ def heavy_keys(
 def largest(weights: Float[Array, "b s k"], keys: Keys, f: int) -> tuple[Selected, Keys]:
     """The f keys (b, f, k, .) of each head with the largest weights, and the others."""
     index = jax.lax.top_k(jnp.swapaxes(weights, 1, 2), min(f, weights.shape[1]))[1]
-    index = jnp.swapaxes(index, 1, 2)  # (b, f, k)
+    index = checkpoint_name(jnp.swapaxes(index, 1, 2), CHOSEN)  # (b, f, k)
 
     def chosen(x):
         return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 3)), axis=1)

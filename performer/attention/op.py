@@ -22,6 +22,7 @@ from performer.attention import decay, masks, refusals, sizes
 from performer.attention import state as states
 from performer.attention.bias import Bias
 from performer.attention.exact import (
+    CHOSEN,
     Maps,
     Selected,
     attend_once,
@@ -490,7 +491,8 @@ def _attend(
         output, residual = _output(rows, plan)
     elif at_once:
         once = partial(attend_once, maps, f=exact.keys, scale=scale, dtype=dtype)
-        output, residual = jax.checkpoint(once)(queries, keys), None
+        policy = jax.checkpoint_policies.save_only_these_names(CHOSEN)
+        output, residual = jax.checkpoint(once, policy=policy)(queries, keys), None
     else:
         assert not isinstance(state, WindowState)
         state = nothing if state is None else state
