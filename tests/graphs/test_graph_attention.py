@@ -132,7 +132,8 @@ def test_feature_maps(implementation, name):
     with jax.enable_x64(True):
         q, k, v, w = inputs(size=0.3)
         mask, chosen = estimate(), feature_maps.get(name)
-        found = attend(q, k, v, w, mask, feature_map=name, implementation=implementation)
+        given = performer.Features(w, feature_map=name)
+        found = attend(q, k, v, given, mask, implementation=implementation)
         root = H**-0.25
         kernel = "softmax" if chosen.estimates_softmax else None
         left, right = (np.asarray(chosen(x * root, w, kernel=kernel)) for x in (q, k))
@@ -157,9 +158,9 @@ def test_calibration_changes_the_features_alone(implementation):
             np.testing.assert_array_equal(mask.gram(), ones)
         else:
             mask = ones
-        options = dict(calibration=calibration, weights=jnp.arange(1.0, M + 1))
-        found = attend(q, k, v, w, mask, implementation=implementation, **options)
-        expected = performer.performer_attention(q, k, v, w, **options)
+        given = performer.Features(w, calibration, jnp.arange(1.0, M + 1))
+        found = attend(q, k, v, given, mask, implementation=implementation)
+        expected = performer.performer_attention(q, k, v, given)
         np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import performer
+from performer import Exact
 from performer.linearization.layers import Measured
 from performer.nnx import PerformerAttention, linearize, measure
 from performer.refinement import Sample, softmax_attention
@@ -81,8 +82,8 @@ def test_a_layer_is_the_op_on_its_queries_and_keys(options):
 @pytest.mark.parametrize("is_causal", tiers([True, False], 1))
 def test_a_window(is_causal):
     """By the op; the errors of the report are those with it, and it decodes with a cache."""
-    model, window = Model(), dict(exact_window=2, exact_first=1)
-    window |= {} if is_causal else dict(exact_keys=2, exact_rows=1)
+    pairs = Exact(2, 1) if is_causal else Exact(2, 1, 2, 1)
+    model, window = Model(), dict(exact=pairs)
     batches = [{"x": x, "is_causal": is_causal} for x in BATCHES]
     measured = measure(model, batches)
     plain, new = (
@@ -93,7 +94,7 @@ def test_a_window(is_causal):
     np.testing.assert_allclose(new[0](X[0], is_causal=is_causal), want, atol=1e-5)
     errors = [report.layer_errors()["attention"] for _, report in (plain, new)]
     assert errors[1] < 0.9 * errors[0]
-    whole = linearize(model, batches, num_features=16, measured=measured, exact_window=T)[1]
+    whole = linearize(model, batches, num_features=16, measured=measured, exact=Exact(T))[1]
     assert whole.layer_errors()["attention"] < 1e-9
     if is_causal:
         new[0].attention.init_cache((B, T, WIDTH))

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import performer
+from performer import Exact
 from tests.support import zoo
 from tests.support.tiers import tiers
 
-EXACT = dict(exact_window=1000, num_features=4)
-KEYS = dict(exact_keys=1000, num_features=4)
+EXACT = dict(exact=Exact(1000), num_features=4)
+KEYS = dict(exact=Exact(keys=1000), num_features=4)
+WINDOW_AND_KEYS = dict(exact=Exact(window=1000, keys=1000), num_features=4)
 """All keys of attention without causality, of cross attention also."""
 
 
@@ -139,7 +141,7 @@ def test_one_token(function):
         zoo.gpt: lambda t: [zoo.projections(), normal(0, 2, t, zoo.WIDTH)],
     }[function]
     function = function()[0] if function is zoo.gpt else function
-    new = replaced(function, arguments(6), **EXACT | KEYS)
+    new = replaced(function, arguments(6), **WINDOW_AND_KEYS)
     for t in (1, 2, 6):
         agree(new, function, *arguments(t))
 
@@ -558,8 +560,8 @@ def test_other_entries_of_queries():
 
 def test_a_window_alone_requires_a_window():
     arguments = [normal(0, 2, 9, 2, 8), normal(1, 2, 12, 2, 8)]
-    with pytest.raises(ValueError, match=r"calls.py:\d+ has no exact_window, for it requires"):
-        performer.linearize(cross, [tuple(arguments)], num_features=0, exact_window=4)
+    with pytest.raises(ValueError, match=r"calls.py:\d+ has no exact window, for it requires"):
+        performer.linearize(cross, [tuple(arguments)], num_features=0, exact=Exact(4))
 
 
 def test_a_symbolic_batch_size():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import performer
-from performer import calibration, couplings
 from performer.attention import Exact
 from performer.linearization import recipes
 from performer.linearization.measure import alibi_slopes
@@ -19,7 +18,7 @@ from tests.support.attention_inputs import by_op
 from tests.support.tiers import tiers
 from tests.support.zoo import HEAD, HEADS, LEFT, LENGTHS, LINEAR, SEGMENTS, TRIL, B, T
 
-EXACT = dict(exact_window=1000, num_features=4)
+EXACT = dict(exact=Exact(1000), num_features=4)
 """All keys are exact: the new function is the old one."""
 
 
@@ -160,7 +159,7 @@ def test_it_is_the_op_on_queries_and_keys(model):
     """Also where JAX forbids operands of different ranks."""
     function, batches = model()
     with jax.numpy_rank_promotion("allow" if model is zoo.cross else "raise"):  # its own code
-        new, _ = performer.linearize(function, batches, num_features=6, exact_window=0)
+        new, _ = performer.linearize(function, batches, num_features=6, exact=Exact(0))
         got = jax.jit(lambda *batches: jnp.concatenate([new(*x) for x in batches]))(*batches)
     operands = [zoo.project(x[0], *x[-2:] if model is zoo.cross else x[-1:]) for x in batches]
     query, key, value = (jnp.concatenate(x) for x in zip(*operands, strict=True))
@@ -178,7 +177,7 @@ def test_it_is_the_op_on_queries_and_keys(model):
 def test_cross_attention_has_no_window():
     function, batches = zoo.cross()
     plain, windowed = (
-        performer.linearize(function, batches, num_features=4, exact_window=n)[0] for n in (0, 3)
+        performer.linearize(function, batches, num_features=4, exact=Exact(n))[0] for n in (0, 3)
     )
     outputs = jax.jit(lambda *x: (windowed(*x), plain(*x)))(*batches[0])
     np.testing.assert_array_equal(*outputs)
@@ -333,7 +332,7 @@ SPOILT = {
 def test_the_way_of_refinement_with_the_lower_error_is_taken(monkeypatch):
     """Nothing is refined here: frequencies stay as drawn."""
     function, batches = zoo.plain()
-    window = dict(num_features=6, exact_window=1)
+    window = dict(num_features=6, exact=Exact(1))
     _, plain = performer.linearize(function, batches, **window)
     monkeypatch.setattr(recipes, "transfer", lambda _, w, *__, **___: w)
     monkeypatch.setattr(recipes, *SPOILT["frequencies"])
@@ -350,7 +349,7 @@ def test_the_way_of_refinement_with_the_lower_error_is_taken(monkeypatch):
 def test_refining_beside_a_window(model, way, monkeypatch):
     """Frequencies move, or features of far keys are learned."""
     function, batches = model()
-    window = dict(num_features=6, exact_window=1)
+    window = dict(num_features=6, exact=Exact(1))
     _, plain = performer.linearize(function, batches, **window)
     monkeypatch.setattr(recipes, *SPOILT[way])
     new, refined = performer.linearize(function, batches, refine_steps=60, **window)
@@ -405,7 +404,7 @@ def test_a_mask_written_in_the_code(causal):
         scores = jnp.einsum("bqnh,bknh->bnqk", x, x)
         return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(jnp.where(mask, scores, -1e9)), x)
 
-    new, _ = performer.linearize(attend, [(x, causal)], exact_window=9)
+    new, _ = performer.linearize(attend, [(x, causal)], exact=Exact(9))
     both = jax.jit(lambda x: (new(x, causal), attend(x, causal)))
     np.testing.assert_allclose(*both(x), atol=1e-5)
     changed = x.at[1, 5:].set(7.0)  # keys that do not exist

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import performer
+from performer import Exact
 from performer.linearization.recipes import TOLERANCE, Options
 from performer.linearization.report import Report
 
@@ -52,8 +53,8 @@ def test_the_first_recipe_within_the_tolerance_is_taken(size, is_causal, toleran
     assert kind == "linear"
     for recipe in ladder:
         window, first, keys, _ = recipe.exact
-        pinned = dict(exact_window=window, exact_first=first, exact_keys=keys)
-        pinned |= dict(exact_rows=sizes[3], num_features=recipe.num_features)
+        exact = Exact(window, first, keys, sizes[3])
+        pinned = dict(exact=exact, num_features=recipe.num_features)
         _, one = performer.linearize(function, [], measured=measured, **pinned)
         (error,) = one.layer_errors().values()
         if [recipe.num_features, window, keys] == sizes[:3]:
@@ -127,7 +128,7 @@ def test_refining_on_batches_of_other_lengths():
 def test_a_window_alone():
     """Softmax over the chunk of each query and the one before; a report of m = 0."""
     function, x = (lambda x: attend(x, is_causal=True)), tokens()
-    new, report = performer.linearize(function, [(x,)], num_features=0, exact_window=4)
+    new, report = performer.linearize(function, [(x,)], num_features=0, exact=Exact(4))
     scores = jnp.einsum("bqh,bkh->bqk", x, x) / H**0.5
     chunk, place = jnp.arange(T) // 4, jnp.arange(T)
     near = (chunk[:, None] - chunk <= 1) & (place <= place[:, None])
@@ -152,7 +153,10 @@ def test_what_no_recipe_serves_stays_exact_with_a_warning():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exact_keys": 4}, "has no exact_keys=4: it requires attention without causality"),
+        (
+            {"exact": Exact(keys=4)},
+            r"has no Exact\(keys=4\): it requires attention without causality",
+        ),
         ({"num_features": 4}, "worse than uniform attention .* need a window, for example"),
     ],
 )

@@ -19,6 +19,7 @@ from performer import (
     performer_attention,
 )
 from performer.attention import stream
+from performer.attention.values import NOT_EXACT
 from performer.features import FeatureMap
 from performer.testing import reference_attention
 
@@ -112,7 +113,7 @@ def random_decays(b=2, t=14, n=2, seed=0):
     return -rng.exponential(0.2, (b, t, n)).astype(np.float32)
 
 
-def by_op(query, key, value, *, batch=3, num_features=16, pairs=None, **options):
+def by_op(query, key, value, *, batch=3, num_features=16, pairs=None, exact=NOT_EXACT, **options):
     """Attention as `linearize` makes it: frequencies and calibration as documented.
 
     The moments are those of batches of so many examples, the second of each held out.
@@ -124,8 +125,9 @@ def by_op(query, key, value, *, batch=3, num_features=16, pairs=None, **options)
     heads, width = key.shape[2:]
     drawn_key = jax.random.split(jax.random.key(0), 1)[0]
     frequencies = couplings.draw(drawn_key, couplings.DEFAULT, num_features, width, heads)
-    fitted = calibration.fit(moments, "full", couplings.DEFAULT, "exact_window" in options)
-    return ours(query, key, value, frequencies, calibration=fitted, **options)
+    fitted = calibration.fit(moments, "full", couplings.DEFAULT, exact.mixed)
+    features = Features(frequencies, fitted, exact=exact)
+    return performer_attention(query, key, value, features, **options)
 
 
 def close(got, want, tolerance=1e-5):
