@@ -154,7 +154,7 @@ SEARCH = {
     "learn/couplings": "which coupling, how many features, number of features, redraw",
     "learn/gp": "Gaussian process, kernel ridge regression",
     "learn/graphs": "graph, graph kernel, random walks",
-    "why/attention": "epsilon, overflow, stabilizer",
+    "why/attention": "epsilon, overflow, stabiliser",
     "why/faster": "flash attention, FlashAttention, speed, break-even, 512 tokens",
 }
 """Queries of which the site's search shows the page first."""

@@ -10,7 +10,6 @@ import pytest
 import performer
 from experiments.strangers import __main__ as command
 from experiments.strangers import data, models, transformer, windows
-from performer.attention.values import Exact
 from performer.linearization.recipes import Recipe
 from performer.linearization.report import Report
 
@@ -133,8 +132,7 @@ def test_numbers_of_a_report():
 
 def test_windows_are_compared_at_equal_cost():
     def cost(sizes):
-        exact = Exact(sizes["exact_window"], sizes["exact_first"])
-        return Recipe(sizes["num_features"], exact).cost(is_causal=True)
+        return Recipe(sizes["num_features"], sizes["exact"]).cost(is_causal=True)
 
     assert [cost(x) for x in windows.recipes([16, 32], 300).values()] == [33, 65, 33, 65]
     tokens = np.arange(12).reshape(2, 6)

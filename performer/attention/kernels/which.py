@@ -7,7 +7,9 @@ process: `jax.lax.platform_dependent` chooses, inside one `jax.custom_vjp`.
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple, cast
@@ -81,8 +83,25 @@ class Wanted:
     log_weights: bool = False
 
 
+Noted = list[tuple[Call, str]]
+"""Calls, and how they are computed here."""
+CALLS: ContextVar[Noted | None] = ContextVar("CALLS", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[Noted]:
+    """List the calls that a program makes while it is traced in this context."""
+    token = CALLS.set(calls := [])
+    try:
+        yield calls
+    finally:
+        CALLS.reset(token)
+
+
 def planned(call: Call, platform: str) -> Plan:
     """How to compute a call on a platform; a warning if it names the kernels and gets none."""
+    if (calls := CALLS.get()) is not None:
+        calls.append((call, path(call, platform)))
     # With a window what is left to the features is small: a lost row would be wrong for no gain.
     by_default = call.implementation is None
     robust = call.implementation == "robust" or (by_default and call.exact.window > 0)
