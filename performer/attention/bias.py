@@ -21,8 +21,8 @@ class Bias:
     """What is added to the logits scale q.k; `+` adds two of them.
 
     Example:
-        >>> bias = alibi(slopes) + Bias(keys=log_weights)
-        >>> output = performer_attention(query, key, value, features, bias=bias, is_causal=True)
+        >>> bias = alibi(2.0 ** -jnp.linspace(1, 8, 12)) + Bias(keys=jnp.zeros(query.shape[:2]))
+        >>> output = performer_attention(query, key, value, w, bias=bias, is_causal=True)
     """
 
     keys: ArrayLike | None = None

@@ -69,7 +69,8 @@ def truth(mask: ArrayLike) -> Bool[Array, "..."]:
     if (bad := first(mask, lambda x: ~(x >= 0))) is not None:
         raise ValueError(
             f"mask has the value {bad}: if it is added to the logits pass it as"
-            " bias=performer.Bias(keys=...), else 1 (or True) where a key exists and 0 where it does not"
+            " bias=performer.Bias(keys=...), else 1 (or True) where a key exists and 0 where it"
+            " does not"
         )
     return jnp.asarray(mask).astype(bool)
 
@@ -93,8 +94,8 @@ def log_weights(
     bad = first(given, lambda x: ~(x < np.inf), dtype)
     if not jnp.issubdtype(weights.dtype, jnp.floating) or bad is not None:
         raise ValueError(
-            f"the bias of keys has {_got(weights, bad)}; expected floats, the logarithms of weights,"
-            " below inf; -inf where there is no key"
+            f"the bias of keys has {_got(weights, bad)}; expected floats, the logarithms of"
+            " weights, below inf; -inf where there is no key"
         )
     return _broadcast(weights, want, (b, s, k if has_heads else 1), dtype)
 

@@ -261,8 +261,8 @@ def stream(
         ValueError: as `performer_attention`, and for a state that does not fit the call.
 
     Example:
-        >>> out, state = stream(q, k, v, features)
-        >>> out, state = stream(next_q, next_k, next_v, features, state)
+        >>> out, state = stream(q, k, v, w)
+        >>> out, state = stream(next_q, next_k, next_v, w, state)
     """
     options: Any = dict(mask=mask, key_value_seq_lengths=key_value_seq_lengths)
     options |= dict(axis_name=axis_name, streams=True)

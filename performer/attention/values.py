@@ -11,6 +11,7 @@ They are made once and passed on whole. A new option is a field of one of them.
 """
 
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +46,7 @@ class Exact(NamedTuple):
     feature map that estimates softmax, and `weights` of the kernel itself (1 / m if None).
 
     Example:
-        >>> features = Features(frequencies, exact=Exact(window=16, first=1))
+        >>> features = Features(w, exact=Exact(window=16, first=1))
     """
 
     window: int = 0
@@ -202,8 +203,7 @@ class Features:
 
         As `performer.refinement.refined`, which documents arguments and errors.
         """
-        from performer import refinement  # it calls attention, which has these values
-
+        refinement = import_module("performer.refinement")  # it calls attention, with these values
         sample = refinement.Sample.of(query, key)
         return refinement.refined(self, sample, steps=steps, is_causal=is_causal)
 

@@ -261,9 +261,9 @@ class PerformerAttention(nnx.Module):
         products are always exact, and there is no dropout.
 
         Raises:
-            ValueError: for an array as bias, attention dropout, or a mask that depends on the query or the
-                head, which linear attention cannot compute; or in training mode for running moments
-                that were cast to a dtype below float32.
+            ValueError: for an array as bias, attention dropout, or a mask that depends on the query
+                or the head, which linear attention cannot compute; or in training mode for running
+                moments that were cast to a dtype below float32.
         """
         attend = partial(
             attention_fn,

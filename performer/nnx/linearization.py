@@ -74,8 +74,8 @@ def linearize(
 
     Raises:
         ValueError: for batches that cannot be read again, numbers below 0, exact first
-            keys without a window, an unknown coupling or calibration, `where` with `measured`, or a model without
-            attention.
+            keys without a window, an unknown coupling or calibration, `where` with `measured`, or a
+            model without attention.
 
     Example:
         >>> model, report = linearize(model, [x], num_features=8)

@@ -74,7 +74,8 @@ def namespace(module):
     names |= {"w": normal(128, h), "random_key": jax.random.key(0)}
     path = module.__name__
     of_testing = ("performer.testing.attention", "performer.testing.reference")
-    if path.split(".")[-1] not in ("op", "calibration", "analysis") and path not in of_testing:
+    own = ("op", "bias", "values", "calibration", "analysis")
+    if path.split(".")[-1] not in own and path not in of_testing:
         names["key"] = jax.random.key(0)
     names |= {path.split(".")[-1]: module} | names  # by its own name, where that is free
     if path.startswith("performer.graphs."):
@@ -129,7 +130,7 @@ SKLEARN = dict(sklearn=sklearn, make_pipeline=make_pipeline, GridSearchCV=GridSe
 SKLEARN |= dict(StandardScaler=StandardScaler, Ridge=Ridge)
 
 
-PROMOTE = ("learn", "transfer", "refine_far", "GaussianProcess")
+PROMOTE = ("learn", "transfer", "refined", "refine_far", "GaussianProcess")
 """Functions whose optimisers, of optax, promote dtypes."""
 
 
@@ -199,4 +200,4 @@ def test_types_name_all_couplings_and_options():
     assert get_args(performer.couplings.Name) == performer.couplings.names()
     parameters = inspect.signature(performer.performer_attention).parameters.values()
     keywords = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
-    assert {*op.Options.__annotations__, "return_state"} == keywords
+    assert {*op.Options.__annotations__, "return_residual"} == keywords

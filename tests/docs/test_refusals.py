@@ -13,6 +13,8 @@ from flax import nnx
 
 import performer
 from performer import (
+    Exact,
+    alibi,
     analysis,
     butterfly,
     calibration,
@@ -65,7 +67,11 @@ def of_analysis():
     moments = raw(calibration.pair_moments)
     calibrated = call(calibration.calibrate, Q, K, coupling="orf")
     fitted = calibration.Calibration(shift=ones(2, 4))
-    attend = call(performer.performer_attention, Q, K, K, ones(6, 4))
+
+    def attend(calibration, **fields):
+        features = performer.Features(ones(6, 4), calibration, **fields)
+        return performer.performer_attention(Q, K, K, features)
+
     return [
         (call(recommended, tolerance=0.0), "tolerance must be positive, such as 0.1, got 0.0"),
         (call(recommended, tolerance=0.1, limit=1), "limit must be at least 2, the fewest feature"),
@@ -83,7 +89,6 @@ def of_analysis():
         (call(moments, Q[:, :2], K, mask=ones(2, 12)), r"\(2, 12\); exp.* padding pass valid\["),
         (call(calibrated, mask=ones(3, 10, 12)), r"\(3, 10, 12\); expected one that broadcasts"),
         (call(calibrated, method="shift+tilt+proposal"), "use one of tilt, traceless, proposal"),
-        (call(attend, calibration=fitted._replace(mean=ones(4)), stabilizer="google"), "='exact'"),
         (
             call(attend, calibration=fitted._replace(mean=ones(4)), feature_map="hyperbolic"),
             "requires",
@@ -271,10 +276,13 @@ def of_layers():
     function, (arguments, *_) = zoo.plain()
     linearized = call(performer.linearize, function)
     return [
-        (call(heads(layer(exact_window=2)), token, sequence), "exact_window=2 requires one key f"),
-        (call(heads(layer(exact_window=-1)), sequence), "exact_window=-1 must not be negative"),
         (
-            call(heads(layer(alibi_slopes=slopes)), token, sequence),
+            call(heads(layer(exact=Exact(2))), token, sequence),
+            r"Exact\(window=2\) requires one key f",
+        ),
+        (call(heads(layer(exact=Exact(-1))), sequence), r"Exact\(window=-1\) must not be negative"),
+        (
+            call(heads(layer(bias=alibi(slopes))), token, sequence),
             "requires one key for each query",
         ),
         (call(layer, redraw_every=-1), "redraw_every must not be negative, got -1"),
@@ -303,7 +311,10 @@ def of_layers():
         (call(linearized, arguments[1]), r"must be a list of batches.* of shape \(.*pass \[x\]"),
         (call(linearized, []), "no batches|at least one batch"),
         (call(linearized, [arguments], keep=-1), "keep must not be negative, got -1"),
-        (call(linearized, [arguments], exact_first=1), "exact_first=1 requires exact_window"),
+        (
+            call(linearized, [arguments], exact=Exact(first=1)),
+            r"Exact\(first=1\) requires a window",
+        ),
         (call(linearized, [arguments], where=lambda name: False), "not chosen by where"),
     ]
 

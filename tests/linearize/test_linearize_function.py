@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import performer
-from performer.attention import Exact
+from performer import Exact, calibration, couplings
 from performer.linearization import recipes
 from performer.linearization.measure import alibi_slopes
 from performer.linearization.program import Values
