@@ -228,7 +228,19 @@ def add_weights(sums, tokens: Array, exponent_gradient: Float[Array, "m s"]) -> 
     return w, *(y if y is None else y + jnp.sum(exponent_gradient, axis=1) for y in bias)
 
 
-def from_queries(x: Operands, state: State, rows: "Rows", grads: Operands, queries: Span):
+class Rows(NamedTuple):
+    """L of each query, and the gradients of the output and, if it has one, of L."""
+
+    log: Any
+    gradient: Any
+    log_gradient: Any = None
+
+    def of_log(self, a: Float[Array, " t"], i, queries: Span) -> Float[Array, " t"]:
+        """a of the output and of L: each exponent gets its weight p s times dL."""
+        return a if self.log_gradient is None else a - queries.read(self.log_gradient, i)
+
+
+def from_queries(x: Operands, state: State, rows: Rows, grads: Operands, queries: Span):
     """Write the gradients of all queries of the program; return ds and dz."""
     c, s, z = state
 
@@ -280,18 +292,6 @@ def write_key(i, key: Array, dk: Array, dl: Float[Array, " s"], grads, keys: Spa
     keys.write(grads.key, i, dk - scale * key.astype(f32) * dl[:, None])
     if grads.log_weights is not None:
         keys.write(grads.log_weights, i, dl)
-
-
-class Rows(NamedTuple):
-    """L of each query, and the gradients of the output and, if it has one, of L."""
-
-    log: Any
-    gradient: Any
-    log_gradient: Any = None
-
-    def of_log(self, a: Float[Array, " t"], i, queries: Span) -> Float[Array, " t"]:
-        """a of the output and of L: each exponent gets its weight p s times dL."""
-        return a if self.log_gradient is None else a - queries.read(self.log_gradient, i)
 
 
 class Chunk(NamedTuple):
