@@ -599,7 +599,10 @@ def before_spans(
     """The state before each span (b, k, spans, ...), after `first`; None for a span without it."""
     if first is not None:
         first = jax.tree.map(lambda y: y[:, :, None], first)
-    return first if cut[0] == 1 else before(states(x, settings, (x.key.shape[1],) * 2, cut), first)
+    if cut[0] == 1:
+        return first
+    earlier = before(states(x, settings, (x.key.shape[1],) * 2, cut))
+    return earlier if first is None else combine(first, earlier)
 
 
 def forward(x: Arguments, first: State | None, settings: Kernel, log: bool, residuals: bool):
@@ -813,15 +816,14 @@ def total(states: State) -> State:
     return State(c, s, jnp.sum(states.numerator * weights[..., None], axis=2))
 
 
-def before(states: State, first: State | None) -> State:
-    """The state before each span, from that before all (b, k, 1, ...)."""
-    if first is None:
-        of_none = zip(states, (-jnp.inf, 0.0, 0.0), strict=True)
-        first = State(*(jnp.full_like(x[:, :, :1], fill) for x, fill in of_none))
-    shifted = (
-        jnp.concatenate([x, y[:, :, :-1]], axis=2) for x, y in zip(first, states, strict=True)
-    )
-    return jax.lax.associative_scan(combine, State(*shifted), axis=2)
+def before(states: State) -> State:
+    """The state before each span."""
+    until = jax.lax.associative_scan(combine, states, axis=2)
+
+    def shifted(x, first):
+        return jnp.concatenate([jnp.full_like(x[:, :, :1], first), x[:, :, :-1]], axis=2)
+
+    return State(*map(shifted, until, (-jnp.inf, 0.0, 0.0)))
 
 
 def after(c: Array, ds: Array, dz: Array) -> tuple[Any, Any]:
