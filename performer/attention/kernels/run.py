@@ -104,6 +104,10 @@ def _rows(parts: tuple[Callable, Callable], args, width: int, ordinary, settings
     forward, backward = parts
     to_sizes = partial(_to_sizes, settings=settings)
 
+    def otherwise(*args):
+        output, L = ordinary(*args)
+        return output, L if log else None
+
     def kernel(args, residuals):
         output, L, rest = forward(*to_sizes(args), settings, log, residuals)
         if log:  # (b, n, t) -> (b, t, n), in kernels inf without keys
@@ -118,7 +122,7 @@ def _rows(parts: tuple[Callable, Callable], args, width: int, ordinary, settings
         grads, sums = backward(*y, rest, gradient, dL, settings, wanted)
         return pull((grads, None if sums is None else _state_gradient(y[1], *sums)))[0]
 
-    return _over_batch(kernel, gradients, ordinary, args, settings)
+    return _over_batch(kernel, gradients, otherwise, args, settings)
 
 
 def _state_gradient(state: State, ds: Array, dz: Array) -> State:
