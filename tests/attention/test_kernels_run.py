@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from performer.attention.kernels import gpu, run, tpu
 from performer.attention.kernels.which import Kernel
 from performer.attention.maps import Arguments
-from performer.attention.state import Keys, State, combine
+from performer.attention.state import Keys, State, combine, ratio
 from tests.support.tiers import tiers
 
 PLATFORMS = ["cuda", "tpu"]
@@ -54,6 +54,11 @@ def arguments(sizes=SHORT, heads=True, seed=0):
     w = normal(*lead, m, h), normal(*lead, m, h)
     x = Arguments(normal(b, t, n, h), keys, *w, normal(*lead, m))
     return jax.tree.map(jnp.asarray, x)
+
+
+def of_dtype(x, dtype):
+    query, key, value = (y.astype(dtype) for y in (x.query, *x.keys[:2]))
+    return x._replace(query=query, keys=x.keys._replace(key=key, value=value))
 
 
 def any_state(sizes=SHORT, seed=1):
@@ -228,12 +233,7 @@ def test_attention_looks_up_what_it_summarises(platform, dtype, parts):
 
     In bfloat16 the features are rounded, as in the fused kernel, but no sum of L.
     """
-    x = arguments(Sizes(t=70, s=80, v=16, h=16, m=16))
-    log_weights = x.keys.log_weights
-    x = x._replace(
-        query=x.query.astype(dtype), keys=jax.tree.map(lambda y: y.astype(dtype), x.keys)
-    )
-    x = x._replace(keys=x.keys._replace(log_weights=log_weights))
+    x = of_dtype(arguments(Sizes(t=70, s=80, v=16, h=16, m=16)), dtype)
     options = dict(ordinary=never, settings=settings(platform))
 
     def composed(x):
@@ -249,6 +249,23 @@ def test_attention_looks_up_what_it_summarises(platform, dtype, parts):
     both = map(jax.tree.leaves, ((got, got_gradients), (want, want_gradients)))
     for y, z in zip(*both, strict=True):
         assert distance(y, z) <= tolerance * np.linalg.norm(np.float64(z))
+
+
+@pytest.mark.parametrize("platform", tiers(["tpu", "cuda"], 1))
+def test_rows_of_two_sets_of_keys(platform):
+    """State(L, 1, output) are rows: those of two sets of keys, which may be empty, add up."""
+    kernel = partial(run.attention, ordinary=never, settings=settings(platform))
+
+    def of(x, part):
+        keys = jax.tree.map(lambda y: y[:, part], x.keys)
+        output, L = kernel(x._replace(keys=keys))
+        return State(L, jnp.ones_like(L), output)
+
+    def in_two_sets(x):
+        both = combine(of(x, np.s_[:12]), of(x, np.s_[12:]))
+        return ratio(both), both.maximum + jnp.log(both.normaliser)
+
+    check(in_two_sets, attention, arguments())
 
 
 @pytest.mark.parametrize(
@@ -332,3 +349,32 @@ def test_each_device_has_its_part_of_the_batch(platform, eight_devices):
     for y, z in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         real = np.isfinite(z)
         assert distance(y[real], z[real]) <= 1e-5 * np.linalg.norm(z[real])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_lowers(platform):
+    """Without a device: of one query and of many, and causal after a state, with all gradients."""
+
+    def program(function, *args, is_causal=False):
+        chosen = settings(platform, is_causal, interpret=False)
+        kernel = partial(function, ordinary=never_on_others, settings=chosen)
+        of_results = jax.jit(partial(with_gradients, kernel))
+        if platform == "cuda":
+            device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+            mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+            with jax.sharding.use_abstract_mesh(mesh):
+                text = of_results.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+            return text.count("xla.gpu.triton")
+        text = jax.export.export(of_results, platforms=["tpu"])(*args).mlir_module()
+        return text.count("@tpu_custom_call")
+
+    def never_on_others(*args):
+        x = args[0]
+        return jnp.zeros((*x.query.shape[:3], 8), x.query.dtype), jnp.zeros(x.query.shape[:3])
+
+    for t in (1, 140):
+        x, state = of_dtype(arguments(Sizes(t=t, s=t, v=8)), jnp.bfloat16), any_state(Sizes(v=8))
+        assert program(run.look_up, x, state) == 2
+    causal = lambda x, before, **o: run.attention(x, before=before, **o)  # noqa: E731
+    assert program(causal, x, state, is_causal=True) >= 2
