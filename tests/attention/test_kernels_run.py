@@ -20,7 +20,8 @@ from tests.support.tiers import tiers
 
 PLATFORMS = ["cuda", "tpu"]
 SCALE = 0.3
-TOLERANCE = 3e-6
+TOLERANCE = 7e-6
+"""Five times the largest distance seen, relative to the norm of the oracle."""
 
 
 class Sizes(NamedTuple):
@@ -245,7 +246,7 @@ def test_attention_looks_up_what_it_summarises(platform, dtype, parts):
     (got, L), got_gradients = with_gradients(composed, x)
     (want, same_L), want_gradients = with_gradients(partial(run.attention, **options), x)
     np.testing.assert_allclose(L, same_L, rtol=1e-6, atol=2e-6)
-    tolerance = TOLERANCE if dtype == np.float32 else 1e-2
+    tolerance = TOLERANCE if dtype == np.float32 else 2e-2
     both = map(jax.tree.leaves, ((got, got_gradients), (want, want_gradients)))
     for y, z in zip(*both, strict=True):
         assert distance(y, z) <= tolerance * np.linalg.norm(np.float64(z))

@@ -9,8 +9,9 @@ logarithm of the normaliser of a query,
 
     L = log sum_j e^{w_j q + c_j} s_j,   -inf without keys,
 
-with W already times the root of the scale. Neither |q|^2 / 2 nor a shift of the query is in it. So
-State(L, 1, output) are rows, which `state.combine` joins with the rows of other keys.
+with w_j times the root of the scale. State(L, 1, output) are rows, which `state.combine` joins with
+those of other keys. Neither |q|^2 / 2 nor the shift of calibrated keys is in L: `Arguments.shift`
+and `given` are not read, and who needs e^{q.k} itself adds them to L.
 
 A traced function may be compiled for another platform than the one of this process:
 `jax.lax.platform_dependent` chooses, inside one `jax.custom_vjp`. Other platforms compute
@@ -50,6 +51,7 @@ def attention(
     `before` is the state (k, b, m) of earlier keys, for causal attention alone; `ordinary` has it
     as a second argument then.
     """
+    x = Arguments(x.query, Keys(*x.keys[:3]), x.w_query, x.w_key, x.feature_bias)
     kernels, args = _kernels(settings), (x,) if before is None else (x, before)
     width = x.keys.value.shape[-1]
     return _rows((kernels.forward, kernels.backward), args, width, ordinary, settings, log)
@@ -60,7 +62,8 @@ def summarise(x: Arguments, ordinary: Callable[[Arguments], State], settings: Ke
 
     Of x only keys, their frequencies and the weights are read, and known to `ordinary`.
     """
-    x = x._replace(query=cast(Any, None), w_query=cast(Any, None))
+    nothing: Any = None
+    x = Arguments(nothing, Keys(*x.keys[:3]), nothing, x.w_key, x.feature_bias)
     kernels, (m, width) = _kernels(settings), (x.w_key.shape[-2], x.keys.value.shape[-1])
 
     def kernel(args, residuals):
@@ -89,7 +92,8 @@ def look_up(
 
     Of x only queries and their frequencies are read, and known to `ordinary`.
     """
-    x = Arguments(x.query, Keys(*cast(Any, (None,) * 3)), x.w_query, cast(Any, None), None)
+    nothing: Any = None
+    x = Arguments(x.query, Keys(nothing, nothing, None), x.w_query, nothing, None)
     kernels, width = _kernels(settings), state.numerator.shape[-1]
     parts = kernels.forward_of_queries, kernels.backward_of_queries
     return _rows(parts, (x, state), width, ordinary, settings, log)
