@@ -687,8 +687,9 @@ def backward_of_queries(
 def rows_of(log: Array, gradient: Array, log_gradient: Array | None) -> Rows:
     """L and the gradients as parts; a query without keys has no L."""
     if log_gradient is not None:
-        log_gradient = Piece(jnp.where(jnp.isinf(log), 0.0, log_gradient), "scalars")
-    return Rows(Piece(log, "scalars"), Piece(gradient, "tokens"), log_gradient)
+        log_gradient = jnp.where(jnp.isinf(log), 0.0, log_gradient)
+    log_piece, log_gradient_piece = pieces((log, log_gradient), "scalars")
+    return Rows(log_piece, Piece(gradient, "tokens"), log_gradient_piece)
 
 
 def query_gradients(x: Operands, state: State, rows: Rows, settings: Kernel, wanted):

@@ -119,17 +119,17 @@ def _rows(parts: tuple[Callable, Callable], args, width: int, ordinary, settings
         return (output[..., :width], L if log else None), rest
 
     def gradients(args, rest, given, absent, wanted):
-        y, pull = jax.vjp(to_sizes, args)
+        y, pull = cast(Any, jax.vjp(to_sizes, args))
         gradient, dL = given
         gradient = _wider(gradient, -1, padded_size(width, settings.platform) - width)
         dL = None if absent[1] in (None, True) else dL.swapaxes(1, 2)
         grads, sums = backward(*y, rest, gradient, dL, settings, wanted)
-        return pull((grads, None if sums is None else _state_gradient(y[1], *sums)))[0]
+        return pull((grads, None if sums is None else state_gradient(y[1], *sums)))[0]
 
     return _over_batch(kernel, gradients, otherwise, args, settings)
 
 
-def _state_gradient(state: State, ds: Array, dz: Array) -> State:
+def state_gradient(state: State, ds: Array, dz: Array) -> State:
     """The gradient of a state: s and z are relative to e^c."""
     return State(state.normaliser * ds + jnp.sum(state.numerator * dz, axis=-1), ds, dz)
 
@@ -152,7 +152,7 @@ def padded(x: Arguments, state: State | None, platform: str) -> tuple[Arguments,
     Zeros are added to queries, keys, values and frequencies. Further features repeat the last one,
     so that no maximum over features changes, with weight 0; no key of a state has them.
     """
-    w = x.w_query if x.w_key is None else x.w_key
+    w: Any = x.w_query if x.w_key is None else x.w_key
     values = x.keys.value if state is None else state.numerator
     (m, h), v = w.shape[-2:], values.shape[-1]
     size = partial(padded_size, platform=platform)

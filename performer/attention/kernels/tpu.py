@@ -514,7 +514,7 @@ def key_gradients(x: Operands, c: Array, dz: Array, settings: Kernel, wanted) ->
     return call(_keys_backward, settings, (s, s), ins, outs)[0]
 
 
-def forward_of_blocks(x: Operands, first: None, settings: Kernel, log: bool, residuals: bool):
+def forward_of_blocks(x: Operands, settings: Kernel):
     """The output (b, n, v, t), and for the backward pass L and (c, [z s])."""
     lengths = x.query.shape[3], x.key.shape[3]
     if settings.block >= max(lengths):
@@ -524,16 +524,16 @@ def forward_of_blocks(x: Operands, first: None, settings: Kernel, log: bool, res
     return *rows_of_queries(x, c, zs, settings), (c, z)
 
 
-def backward_of_blocks(x: Operands, first: None, logsum, state, given: Given, settings, wanted):
-    """Gradients of the operands, None if not wanted; no state before them has one."""
+def backward_of_blocks(x: Operands, logsum, state, given: Given, settings, wanted) -> Operands:
+    """Gradients of the operands, None if not wanted."""
     lengths = x.query.shape[3], x.key.shape[3]
     if settings.block >= max(lengths):
         ins = operands(x), *pieces((logsum, given), "tokens")
         outs = (operands(gradients(x, wanted)),)
-        return call(_backward, settings, lengths, ins, outs)[0], None
+        return call(_backward, settings, lengths, ins, outs)[0]
     of_queries, dz = query_gradients(x, state, logsum, given, settings, wanted)
     grads = key_gradients(x, state[0], dz, settings, wanted)
-    return grads._replace(query=of_queries.query, w_query=of_queries.w_query), None
+    return grads._replace(query=of_queries.query, w_query=of_queries.w_query)
 
 
 def gradients(x: Operands, wanted) -> Operands:
@@ -603,13 +603,14 @@ def forward_of_chunks(x: Operands, first: Any, settings: Kernel, log: bool, resi
     return call(_causal, settings, (t, t), ins, outs, scratch)
 
 
-def backward_of_chunks(x: Operands, first: Any, logs, states, given: Given, settings, wanted):
-    """Gradients of the operands, None if not wanted; and [dz ds] of `first`, None without it."""
-    t, width = x.query.shape[3], x.value.shape[2]
+def backward_of_chunks(
+    x: Operands, has_first: bool, logs, states, given: Given, settings: Kernel, wanted
+):
+    """Gradients of the operands, None if not wanted; and [dz ds] of the state before, if any."""
+    (b, k, width, t), m = x.value.shape, x.w_key.shape[1]
     ins = operands(x), pieces(states, "states"), *pieces((logs, given), "tokens")
-    before = None if first is None else Out(first[1].shape, jnp.float32)
-    outs = operands(gradients(x, wanted)), pieces(before, "state")
-    scratch = ((x.w_key.shape[1], width + ROWS),)
+    before = Out((b, k, m, width + ROWS), jnp.float32) if has_first else None
+    outs, scratch = (operands(gradients(x, wanted)), pieces(before, "state")), ((m, width + ROWS),)
     return call(_causal_backward, settings, (t, t), ins, outs, scratch, backwards=True)
 
 
@@ -618,9 +619,12 @@ def forward(x: Arguments, first: State | None, settings: Kernel, log: bool, resi
 
     `first` is the state (b, k, ...) of earlier keys, if causal.
     """
-    run = forward_of_chunks if settings.is_causal else forward_of_blocks
-    y, first = tokens_last(x, settings.scale, x.keys.key.shape[2]), kernel_state(first)
-    output, logs, state = run(y, first, settings, log, residuals)
+    y = tokens_last(x, settings.scale, x.keys.key.shape[2])
+    if settings.is_causal:
+        before = None if first is None else kernel_state(first)
+        output, logs, state = forward_of_chunks(y, before, settings, log, residuals)
+    else:
+        output, logs, state = forward_of_blocks(y, settings)
     return tokens_first(output), log_of(logs) if log else None, (logs, state)
 
 
@@ -648,11 +652,14 @@ def backward(
     wanted,
 ) -> tuple[Arguments, Any]:
     """Gradients of the arguments, 0 if not wanted; and ds and dz of `first`, None without it."""
-    run = backward_of_chunks if settings.is_causal else backward_of_blocks
     y, pull = jax.vjp(partial(tokens_last, scale=settings.scale, k=x.keys.key.shape[2]), x)
-    logs, state = residuals
+    (logs, state), dz = residuals, None
     given = given_last(logs, gradient, log_gradient)
-    grads, dz = run(y, kernel_state(first), logs, state, given, settings, wanted)
+    if settings.is_causal:
+        has_first = first is not None
+        grads, dz = backward_of_chunks(y, has_first, logs, state, given, settings, wanted)
+    else:
+        grads = backward_of_blocks(y, logs, state, given, settings, wanted)
     return pull(filled(grads, y))[0], None if dz is None else sums_of(dz)
 
 
@@ -679,10 +686,8 @@ def backward_of_queries(
     return pull(filled(grads, y))[0], sums_of(dz)
 
 
-def kernel_state(state: State | None) -> tuple[Array, Array] | None:
+def kernel_state(state: State) -> tuple[Array, Array]:
     """c (b, k, m, 1) and [z s] (b, k, m, w)."""
-    if state is None:
-        return None
     c, s, z = state
     zeros = jnp.zeros((*s.shape, ROWS - 1), s.dtype)
     return c[..., None], jnp.concatenate([z, s[..., None], zeros], axis=-1)
