@@ -33,7 +33,7 @@ from performer.attention.exact import (
     heavy_keys,
 )
 from performer.attention.exact import stream as stream_of_window
-from performer.attention.kernels import which
+from performer.attention.kernels import parts, which
 from performer.attention.maps import Arguments, arguments, feature_maps
 from performer.attention.parallel import earlier_devices, over_devices
 from performer.attention.state import (
@@ -429,11 +429,10 @@ def _attention(
     x, wide = arguments(tokens, features, pairs, plan), float32_or_wider(*tokens)
     dtype = tokens.value.dtype
     if plan.kernel is not None:
-
-        def without_kernel(x: Arguments) -> Array:  # kernels support neither states nor segments
-            return _attend(x, features, pairs, None, plan)[0].astype(dtype)
-
-        return which.attention(x, without_kernel, plan.kernel), None, None
+        output, residual, state = parts.rows(x, features, _heads_first(state, wide), plan)
+        output, residual = _with_exact_rows(x, output, residual, features.exact.rows, plan)
+        state = _heads_first(state, wide) if plan.return_state else None
+        return output.astype(dtype), residual if plan.residual else None, state
     output, residual, state = _attend(x, features, pairs, _heads_first(state, wide), plan)
     state = _heads_first(state, wide) if plan.return_state else None
     return output.astype(dtype), residual, state
@@ -463,7 +462,7 @@ def _attend(
     x = _copies_per_device(x._replace(keys=keys), (pairs.segments, state) if by_position else None)
     keys, is_causal = x.keys, pairs.is_causal
     apart = jax.tree.map(lambda query: query.reshape(b, t, k, n // k, h), (x.query, x.given))
-    queries = all_queries = Queries(*apart)
+    queries = Queries(*apart)
     maps, dtype = feature_maps(x, features, plan), operand_dtype(keys.value)
     nothing = states.empty(keys.key, features.num_features, v, x.query, *keys, x.w_query, x.w_key)
     streams = state is not None or plan.return_state
@@ -501,13 +500,26 @@ def _attend(
     if order is not None:
         back = jnp.argsort(order, axis=1)[:, order.shape[1] - t :]
         output, residual = jax.tree.map(partial(take, index=back), (output, residual))
-    if r := exact.rows:
-        rows = exact_rows(all_queries.exact[:, :r], Selected(counted(x.keys)), scale)
-        rows = _output(rows, plan)
-        output = output.at[:, :r].set(rows[0].astype(dtype))
-        residual = None if residual is None else residual.at[:, :r].set(rows[1])
     residual = None if residual is None else residual.reshape(b, t, n)
-    return output.astype(dtype).reshape(b, t, n, v), residual, state
+    output = output.astype(dtype).reshape(b, t, n, v)
+    return *_with_exact_rows(x, output, residual, exact.rows, plan), state
+
+
+def _with_exact_rows(
+    x: Arguments, output: Array, residual: Array | None, r: int, plan: Plan
+) -> tuple[Array, Array | None]:
+    """The first r queries with softmax attention, at the cost of O(s) each."""
+    if not r:
+        return output, residual
+    (b, _, n, v), k = output.shape, x.keys.key.shape[2]
+    query = x.query if x.given is None else x.given
+    query = query[:, :r].reshape(b, r, k, n // k, -1)
+    rows = exact_rows(query, Selected(counted(x.keys)), plan.scale)
+    first, logs = _output(rows, replace(plan, residual=True))
+    output = output.at[:, :r].set(first.astype(output.dtype).reshape(b, r, n, v))
+    if residual is not None:
+        residual = residual.at[:, :r].set(cast(Array, logs).reshape(b, r, n))
+    return output, residual
 
 
 def _fits(x: Arguments, num_features: Any, plan: Plan) -> bool:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from performer import Exact, Features, calibration
 from performer.attention import explain, sizes
-from performer.attention.kernels import gpu, which
+from performer.attention.kernels import gpu, parts, which
 from tests.support import attention_inputs
 from tests.support.attention_inputs import close, far_apart, oracle, ours
 from tests.support.tiers import tiers
@@ -214,7 +214,6 @@ def test_lost_rows_are_those_without_the_kernel(platform, monkeypatch):
             ("feature_map", dict(feature_map="relu")),
             ("segment_ids", dict(segment_ids=np.zeros((2, 20), np.int32))),
             ("a decay", dict(slopes=np.ones(4))),
-            ("return_residual", dict(return_residual=True)),
             ("float16", dict(dtype=np.float16)),
             ("so large", dict(m=4096, h=256, v=256, is_causal=True)),
         ],
@@ -268,7 +267,7 @@ def test_on_a_gpu_the_kernels_are_the_default(
     monkeypatch.setattr(which, "INTERPRET", "cuda")
     monkeypatch.setattr(sizes, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: devices)
-    monkeypatch.setattr(which, "attention", lambda x, ordinary, settings: kernel(x))
+    monkeypatch.setattr(parts, "rows", lambda x, *_: (kernel(x), None, None))
 
     def kernel(x):
         used.append(x)
@@ -307,7 +306,7 @@ def test_explain(monkeypatch):
         packed = f"{none} for segment_ids"
         assert paths(segment_ids=segments, implementation=PALLAS)[1:] == [packed] * 2
         assert paths(exact=Exact(4))[1] == "robust, no kernel for Exact(window=4)"
-        assert paths(streams=True)[1] == f"{none} for states or axis_name"
+        assert paths(streams=True)[1] == f"{none} by default with states, which was not timed"
         assert paths(np.float16)[1] == f"{none} by default in float16, which was not timed"
         assert "(64, 64, 100), of which powers of two were timed" in paths(m=100)[1]
         assert "(80, 80, 128) on a GPU, of products above 8,192" in paths(h=80)[1]

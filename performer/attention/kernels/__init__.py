@@ -1,6 +1,7 @@
 """Kernels for TPU and GPU: features never leave the chip.
 
-which   which kernels a call gets, and their derivative
+which   which kernels a call gets
+run     the functions that they compute, each with its derivative
 gpu     NVIDIA GPUs, Pallas on Triton
 tpu     TPU, Pallas on Mosaic
 """

@@ -228,19 +228,31 @@ def add_weights(sums, tokens: Array, exponent_gradient: Float[Array, "m s"]) -> 
     return w, *(y if y is None else y + jnp.sum(exponent_gradient, axis=1) for y in bias)
 
 
-def from_queries(x: Operands, state: State, log, gradient, grads: Operands, queries: Span):
+class Rows(NamedTuple):
+    """L of each query, and the gradients of the output and, if it has one, of L."""
+
+    log: Any
+    gradient: Any
+    log_gradient: Any = None
+
+    def of_log(self, a: Float[Array, " t"], i, queries: Span) -> Float[Array, " t"]:
+        """a of the output and of L: each exponent gets its weight p s times dL."""
+        return a if self.log_gradient is None else a - queries.read(self.log_gradient, i)
+
+
+def from_queries(x: Operands, state: State, rows: Rows, grads: Operands, queries: Span):
     """Write the gradients of all queries of the program; return ds and dz."""
     c, s, z = state
 
     def step(i, sums):
         (ds, dz), weights = sums
-        query, g = queries.read(x.query, i), queries.read(gradient, i)
-        L = queries.read(log, i, jnp.inf)
+        query, g = queries.read(x.query, i), queries.read(rows.gradient, i)
+        L = queries.read(rows.log, i, jnp.inf)
         p = queries.exp(dot(x.w_query[...], query.T) + c[:, None] - L[None])
         d = jnp.sum(p * s[:, None], axis=0)  # 1, but for rounding: large exponents have few digits
         p = p * (1 / jnp.where(d == 0, 1.0, d))[None]
         u = fine(z, g.T)  # (m, t)
-        a = jnp.sum(p * u, axis=0)  # (t,)
+        a = rows.of_log(jnp.sum(p * u, axis=0), i, queries)  # (t,)
         dx = p * (u - s[:, None] * a[None])
         queries.write(grads.query, i, dot(x.w_query[...].T, dx.astype(query.dtype)).T)
         weights = add_weights(weights, query, dx)
@@ -334,14 +346,14 @@ def _queries(program: Program, x, state, output, log):
     look_up(x, get(state), output, log, program.queries)
 
 
-def _backward(program: Program, x, log, gradient, grads):
+def _backward(program: Program, x, rows, grads):
     state = fold_keys(x, program.keys, program.scale)
-    ds, dz = from_queries(x, state, log, gradient, grads, program.queries)
+    ds, dz = from_queries(x, state, rows, grads, program.queries)
     from_keys(x, state.maximum, ds, dz, grads, program.keys, program.scale)
 
 
-def _queries_backward(program: Program, x, state, log, gradient, grads, sums):
-    put(sums, from_queries(x, get(state), log, gradient, grads, program.queries))
+def _queries_backward(program: Program, x, state, rows, grads, sums):
+    put(sums, from_queries(x, get(state), rows, grads, program.queries))
 
 
 def _keys_backward(program: Program, x, c, sums, grads):
@@ -370,18 +382,19 @@ def _causal(program: Program, x, before, output, log):
     tokens.each(step, no_keys(x) if before is None else get(before))
 
 
-def _causal_queries_backward(program: Program, x, before, log, gradient, grads, a_ref, maxima):
+def _causal_queries_backward(program: Program, x, before, rows, grads, a_ref, maxima):
     tokens = program.queries
 
     def step(i, carry):
         state, weights = carry
         c, s, z = state
         maxima[i] = c
-        g, y = tokens.read(gradient, i), chunk(x, i, tokens, program.scale)
-        dtype, L = g.dtype, tokens.read(log, i, jnp.inf)
+        g, y = tokens.read(rows.gradient, i), chunk(x, i, tokens, program.scale)
+        dtype, L = g.dtype, tokens.read(rows.log, i, jnp.inf)
         u, r = fine(z, g.T), dot(g, y.value.T)
         p, share = tokens.exp(y.y + c[:, None] - L[None]), tokens.exp(y.maximum - L)
         a = jnp.sum(p * u, axis=0) + jnp.sum(y.weights * r, axis=1) * share
+        a = rows.of_log(a, i, tokens)
         D = (y.near * share[:, None] * (r - a[:, None])).astype(dtype)
         dy = p * (u - s[:, None] * a[None]) + y.B.astype(f32) * dot(y.A, D.T)
         tokens.write(grads.query, i, dot(x.w_query[...].T, dy.astype(dtype)).T)
@@ -555,71 +568,176 @@ def states(x: Operands, settings: Kernel, lengths, cut: tuple[int, int]) -> Stat
     """The states of the spans of keys, (b, k, spans, ...)."""
     (b, _, k, width), m, (count, span) = x.value.shape, x.w_key.shape[1], cut
     arrays: Any = [Out((b, k, count, *shape), f32) for shape in ((m,), (m,), (m, width))]
-    outs = State(*arrays)
-    keys = operands(x._replace(query=None, w_query=None))
-    return call(_keys, settings, lengths, (keys,), (pieces(outs, "states"),), span)[0]
+    outs, ins = State(*arrays), (operands(key_operands(x)),)
+    return call(_keys, settings, lengths, ins, (pieces(outs, "states"),), span)[0]
 
 
-def forward(x: Arguments, settings: Kernel, residuals: bool):
-    """The output (b, t, n, v), and for the backward pass the states and L (b, n, t)."""
-    y = operands_of(x, settings.scale)
-    (b, t, n, _), s, k = y.query.shape, *y.key.shape[1:3]
-    output = Piece(Out((b, t, n, y.value.shape[3]), y.value.dtype), "tokens")
-    log = Piece(Out((b, n, t), f32), "scalars") if residuals else None
-    run = partial(call, settings=settings, lengths=(t, s), outs=(output, log))
-    cut = spans(max(t, s), b * n)
+def state_of_keys(x: Operands, settings: Kernel) -> State:
+    """The state (b, k, ...) of all keys."""
+    b, s, k, _ = x.key.shape
+    return total(states(x, settings, (s, s), spans(s, b * k)))
+
+
+def rows_of_queries(x: Operands, state: State, settings: Kernel, log: bool):
+    """The output (b, t, n, v) from a state (b, k, ...), and L (b, n, t) if `log`."""
+    b, t, n, _ = x.query.shape
+    ins = operands(query_operands(x)), pieces(state, "state")
+    outs = results(x, state.numerator.shape[3], log)
+    return call(_queries, settings, (t, t), ins, outs, spans(t, b * n)[1])
+
+
+def results(x: Operands, width: int, log: bool) -> tuple[Piece, Piece | None]:
+    """The output, of so many numbers for a query, and L if `log`."""
+    b, t, n, _ = x.query.shape
+    output = Piece(Out((b, t, n, width), x.query.dtype), "tokens")
+    return output, Piece(Out((b, n, t), f32), "scalars") if log else None
+
+
+def before_spans(
+    x: Operands, first: State | None, settings: Kernel, cut: tuple[int, int]
+) -> State | None:
+    """The state before each span (b, k, spans, ...), after `first`; None for a span without it."""
+    if first is not None:
+        first = jax.tree.map(lambda y: y[:, :, None], first)
+    if cut[0] == 1:
+        return first
+    earlier = before(states(x, settings, (x.key.shape[1],) * 2, cut))
+    return earlier if first is None else combine(first, earlier)
+
+
+def forward(x: Arguments, first: State | None, settings: Kernel, log: bool, residuals: bool):
+    """The output (b, t, n, v), L (b, n, t) if `log`, and the residuals of the backward pass.
+
+    `first` is the state (b, k, ...) of earlier keys, if causal.
+    """
+    y, log = operands_of(x, settings.scale), log or residuals
+    (b, t, n, _), s = y.query.shape, y.key.shape[1]
+    run = partial(call, settings=settings, lengths=(t, s), outs=results(y, y.value.shape[3], log))
+    cut, state = spans(max(t, s), b * n), None
     if settings.is_causal:
-        state = before(states(y, settings, (t, s), cut)) if cut[0] > 1 else None
-        output, log = run(_causal, ins=(operands(y), pieces(state, "states")), span=cut[1])
+        state = before_spans(y, first, settings, cut)
+        output, L = run(_causal, ins=(operands(y), pieces(state, "states")), span=cut[1])
     elif cut[0] == 1:
-        state, (output, log) = None, run(_forward, ins=(operands(y),))
+        output, L = run(_forward, ins=(operands(y),))
     else:
-        state = total(states(y, settings, (t, s), spans(s, b * k)))
-        ins = operands(query_operands(y)), pieces(state, "state")
-        output, log = run(_queries, ins=ins, span=spans(t, b * n)[1])
-    return output, (state, log)
+        state = state_of_keys(y, settings)
+        output, L = rows_of_queries(y, state, settings, log)
+    return output, L, (state, L)
 
 
-def backward(x: Arguments, residuals: Any, gradient: Array, settings: Kernel, wanted) -> Arguments:
-    """Gradients of the arguments; 0 if not wanted."""
+def forward_of_keys(x: Arguments, settings: Kernel) -> State:
+    """The state (b, k, ...) of the keys."""
+    return state_of_keys(operands_of(x, settings.scale), settings)
+
+
+def forward_of_queries(x: Arguments, state: State, settings: Kernel, log: bool, residuals: bool):
+    """The output from a state, L, and the residuals, as in `forward`."""
+    y = operands_of(x, settings.scale)
+    output, L = rows_of_queries(y, state, settings, log or residuals)
+    return output, L, L
+
+
+def backward(
+    x: Arguments,
+    first: State | None,
+    residuals: Any,
+    gradient: Array,
+    log_gradient: Array | None,
+    settings: Kernel,
+    wanted,
+) -> tuple[Arguments, Any]:
+    """Gradients of the arguments, 0 if not wanted; and ds and dz of `first`, None without it."""
     y, pull = jax.vjp(partial(operands_of, scale=settings.scale), x)
-    (b, t, n, _), s, k = y.query.shape, *y.key.shape[1:3]
-    m, width = y.w_key.shape[1], y.value.shape[3]
-    run, (count, span) = partial(call, settings=settings, lengths=(t, s)), spans(max(t, s), b * n)
-    requested = partial(gradients, y, wanted)
-
-    def sums(count):
-        return pieces([Out((b, n, count, *shape), f32) for shape in ((m,), (m, width))], "states")
-
-    state, log, g = residuals[0], Piece(residuals[1], "scalars"), Piece(gradient, "tokens")
+    (b, t, n, _), s, (state, log) = y.query.shape, y.key.shape[1], residuals
+    rows, cut, sums = rows_of(log, gradient, log_gradient), spans(max(t, s), b * n), None
     if settings.is_causal:
-        chunks = span // SCHEDULE[_causal_queries_backward][0]
-        maxima = Piece(Out((b, n, count, chunks, m), f32), "states")
-        ins = operands(y), pieces(state, "states"), log, g
-        outs = query_operands(requested(n, count)), Piece(Out((b, n, t), f32), "scalars"), maxima
-        got, a, maxima = run(_causal_queries_backward, ins=ins, outs=outs, span=span)
-        logs, later = (log, Piece(a, "scalars")), None
-        if state is not None:
-            c = state.maximum
-            ins = operands(query_operands(y)), Piece(c, "states"), logs, g
-            (by_span,) = run(_causal_sums, ins=ins, outs=(sums(count),), span=span)
-            later = pieces(after(jnp.repeat(c, n // k, axis=1), *by_span), "states")
-        ins = operands(y), Piece(maxima, "states"), logs, g, later
-        outs = (key_operands(requested(n, count)),)
-        (others,) = run(_causal_keys_backward, ins=ins, outs=outs, span=span)
-    elif count == 1:
-        (got,) = run(_backward, ins=(operands(y), log, g), outs=(requested(n, 1),))
-        others = got
+        grads, sums = causal_gradients(y, state, rows, settings, cut, wanted)
+    elif cut[0] == 1:
+        ins, outs = (operands(y), rows), (gradients(y, wanted, n, 1),)
+        (grads,) = call(_backward, settings, (t, s), ins, outs)
     else:
-        (parts, span_t), (key_parts, span_s) = spans(t, b * n), spans(s, b * k)
-        ins = operands(query_operands(y)), pieces(state, "state"), log, g
-        outs = query_operands(requested(n, parts)), sums(parts)
-        got, by_span = run(_queries_backward, ins=ins, outs=outs, span=span_t)
-        by_head = [by_group(jnp.sum(z, axis=2), 1, k) for z in by_span]
-        ins = operands(key_operands(y)), Piece(state.maximum, "state")
-        ins, outs = (*ins, pieces(by_head, "state")), (key_operands(requested(k, key_parts)),)
-        (others,) = run(_keys_backward, ins=ins, outs=outs, span=span_s)
-    return pull(summed(others._replace(query=got.query, w_query=got.w_query), y))[0]
+        of_queries, by_head = query_gradients(y, state, rows, settings, wanted)
+        grads = key_gradients(y, state.maximum, by_head, settings, wanted)
+        grads = grads._replace(query=of_queries.query, w_query=of_queries.w_query)
+    return pull(summed(grads, y))[0], None if first is None else sums
+
+
+def backward_of_keys(x: Arguments, maximum: Array, sums, settings: Kernel, wanted) -> Arguments:
+    """Gradients of the arguments of keys from ds and dz (b, k, ...); 0 if not wanted."""
+    y, pull = jax.vjp(partial(operands_of, scale=settings.scale), x)
+    return pull(summed(key_gradients(y, maximum, sums, settings, wanted), y))[0]
+
+
+def backward_of_queries(
+    x: Arguments,
+    state: State,
+    log: Array,
+    gradient: Array,
+    log_gradient: Array | None,
+    settings: Kernel,
+    wanted,
+) -> tuple[Arguments, Any]:
+    """Gradients of the arguments of queries, 0 if not wanted; and ds and dz (b, k, ...)."""
+    y, pull = jax.vjp(partial(operands_of, scale=settings.scale), x)
+    rows = rows_of(log, gradient, log_gradient)
+    grads, sums = query_gradients(y, state, rows, settings, wanted)
+    return pull(summed(grads, y))[0], sums
+
+
+def rows_of(log: Array, gradient: Array, log_gradient: Array | None) -> Rows:
+    """L and the gradients as parts; a query without keys has no L."""
+    if log_gradient is not None:
+        log_gradient = jnp.where(jnp.isinf(log), 0.0, log_gradient)
+    log_piece, log_gradient_piece = pieces((log, log_gradient), "scalars")
+    return Rows(log_piece, Piece(gradient, "tokens"), log_gradient_piece)
+
+
+def query_gradients(x: Operands, state: State, rows: Rows, settings: Kernel, wanted):
+    """Gradients of queries for each head; and ds and dz of the state (b, k, ...)."""
+    b, t, n, _ = x.query.shape
+    (count, span), y = spans(t, b * n), query_operands(x)
+    outs = gradients(y, wanted, n, count), span_sums(b, n, count, *state.numerator.shape[2:])
+    ins = operands(y), pieces(state, "state"), rows
+    grads, sums = call(_queries_backward, settings, (t, t), ins, outs, span)
+    return grads, [by_group(jnp.sum(z, axis=2), 1, state.numerator.shape[1]) for z in sums]
+
+
+def key_gradients(x: Operands, maximum: Array, sums, settings: Kernel, wanted) -> Operands:
+    """Gradients of keys for each head, from ds and dz of their state."""
+    b, s, k, _ = x.key.shape
+    (count, span), y = spans(s, b * k), key_operands(x)
+    ins = operands(y), Piece(maximum, "state"), pieces(sums, "state")
+    outs = (gradients(y, wanted, k, count),)
+    return call(_keys_backward, settings, (s, s), ins, outs, span)[0]
+
+
+def causal_gradients(
+    x: Operands, state: State | None, rows: Rows, settings: Kernel, cut: tuple[int, int], wanted
+):
+    """Gradients for each head; and ds and dz of the state before the sequence, if any."""
+    (b, t, n, _), (_, _, k, width), m = x.query.shape, x.value.shape, x.w_key.shape[1]
+    (count, span), grads = cut, gradients(x, wanted, n, cut[0])
+    run = partial(call, settings=settings, lengths=(t, t), span=span)
+    chunks = span // SCHEDULE[_causal_queries_backward][0]
+    maxima = Piece(Out((b, n, count, chunks, m), f32), "states")
+    ins = operands(x), pieces(state, "states"), rows
+    outs = query_operands(grads), Piece(Out((b, n, t), f32), "scalars"), maxima
+    got, a, maxima = run(_causal_queries_backward, ins=ins, outs=outs)
+    logs, later, first = (rows.log, Piece(a, "scalars")), None, None
+    if state is not None:
+        c = state.maximum
+        ins = operands(query_operands(x)), Piece(c, "states"), logs, rows.gradient
+        (sums,) = run(_causal_sums, ins=ins, outs=(span_sums(b, n, count, m, width),))
+        first, later = after(jnp.repeat(c, n // k, axis=1), *sums)
+        first, later = [by_group(z, 1, k) for z in first], pieces(later, "states")
+    ins = operands(x), Piece(maxima, "states"), logs, rows.gradient, later
+    (others,) = run(_causal_keys_backward, ins=ins, outs=(key_operands(grads),))
+    return others._replace(query=got.query, w_query=got.w_query), first
+
+
+def span_sums(b: int, n: int, count: int, m: int, width: int) -> Any:
+    """ds and dz, of each of so many heads and spans."""
+    return pieces([Out((b, n, count, *shape), f32) for shape in ((m,), (m, width))], "states")
 
 
 def gradients(x: Operands, wanted, heads: int, count: int) -> Operands:
@@ -628,19 +746,18 @@ def gradients(x: Operands, wanted, heads: int, count: int) -> Operands:
     Each of so many heads has its own, and of frequencies and weights of features each of so many
     spans.
     """
-    (b, s, _, h), width, m, dtype = x.key.shape, x.value.shape[3], x.w_key.shape[1], x.query.dtype
-    tokens, states = partial(Piece, kind="tokens"), partial(Piece, kind="states")
-    every = Operands(
-        query=tokens(Out(x.query.shape, dtype)),
-        key=tokens(Out((b, s, heads, h), dtype)),
-        value=tokens(Out((b, s, heads, width), dtype)),
-        w_query=states(Out((b, heads, count, m, h), f32)),
-        w_key=states(Out((b, heads, count, m, h), f32)),
-        feature_bias=states(Out((b, heads, count, m), f32)),
-        log_weights=Piece(Out((b, heads, s), f32), "scalars"),
-    )
-    absent = (name for name in every._fields if not getattr(wanted, name, True))
-    return every._replace(**dict.fromkeys(absent))
+    b = len(x.key if x.query is None else x.query)
+
+    def of(name: str, part: Piece | None):
+        if part is None or not getattr(wanted, name, True):
+            return None
+        y, tokens = part.array, part.kind == "tokens"
+        if part.kind == "weights":
+            return Piece(Out((b, heads, count, *y.shape[1:]), f32), "states")
+        shape = (*y.shape[:2], heads, y.shape[3]) if tokens else (b, heads, y.shape[2])
+        return Piece(Out(shape, y.dtype if tokens else f32), part.kind)
+
+    return Operands(*(of(name, part) for name, part in operands(x)._asdict().items()))
 
 
 def summed(grads: Operands, x: Operands) -> Operands:
@@ -680,12 +797,13 @@ def key_operands(x: Operands) -> Operands:
 
 def operands_of(x: Arguments, scale: float) -> Operands:
     """The operands of the kernels."""
-    dtype, keys, bias, weights = x.query.dtype, x.keys, x.feature_bias, x.keys.log_weights
-    # The root of the scale is in W, rounded once, as without kernels.
-    w_query, w_key = (
-        (y * scale**0.5).astype(dtype).astype(operand(dtype)).reshape(-1, *y.shape[-2:])
-        for y in (x.w_query, x.w_key)
-    )
+    keys, bias, weights = x.keys, x.feature_bias, x.keys.log_weights
+    dtype = (keys.key if x.query is None else x.query).dtype
+
+    def frequencies(w):  # the root of the scale is in W, rounded once, as without kernels
+        return (w * scale**0.5).astype(dtype).astype(operand(dtype)).reshape(-1, *w.shape[-2:])
+
+    w_query, w_key = jax.tree.map(frequencies, (x.w_query, x.w_key))
     bias = None if bias is None else bias.reshape(-1, bias.shape[-1])
     weights = None if weights is None else weights.transpose(0, 2, 1)  # (b, s, k) -> (b, k, s)
     return Operands(x.query, keys.key, keys.value, w_query, w_key, bias, weights)
@@ -709,10 +827,11 @@ def before(states: State) -> State:
     return State(*map(shifted, until, (-jnp.inf, 0.0, 0.0)))
 
 
-def after(c: Array, ds: Array, dz: Array) -> tuple[Array, Array]:
-    """[dz ds] of the state after each span, from the sums over the queries of each span.
+def after(c: Array, ds: Array, dz: Array) -> tuple[Any, Any]:
+    """ds and dz of the state before all spans, and of that after each.
 
-    Sums are relative to c (b, n, spans, m), the maxima before each span.
+    They are sums over later queries; given are those over the queries of each span, relative to
+    c (b, n, spans, m), the maxima before it.
     """
     c = jnp.moveaxis(c, 2, 0)  # (spans, b, n, m)
     weights = jnp.exp(c - finite(jnp.concatenate([c[1:], c[-1:]])))
@@ -723,5 +842,5 @@ def after(c: Array, ds: Array, dz: Array) -> tuple[Array, Array]:
 
     by_span = jnp.moveaxis(ds, 2, 0), jnp.moveaxis(dz, 2, 0)  # the axis of spans first
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), by_span)
-    _, later = jax.lax.scan(step, zeros, (*by_span, weights), reverse=True)
-    return jnp.moveaxis(later[0], 0, 2), jnp.moveaxis(later[1], 0, 2)
+    first, later = jax.lax.scan(step, zeros, (*by_span, weights), reverse=True)
+    return first, (jnp.moveaxis(later[0], 0, 2), jnp.moveaxis(later[1], 0, 2))

@@ -46,8 +46,9 @@ and dz v, most of which s a and -ds cancel.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +59,9 @@ from jaxtyping import Array, Float
 from performer.attention.kernels.which import Kernel, Operands
 from performer.attention.maps import Arguments
 from performer.attention.sizes import LANES, ROWS
+from performer.attention.state import State
 from performer.attention.sweep import LAST, LOST, TINY
-from performer.numerics import finite
+from performer.numerics import finite, rounded
 
 Out = jax.ShapeDtypeStruct
 CHUNK = LANES
@@ -77,12 +79,17 @@ def dot(left: Array, right: Array, over: tuple[int, int] = (2, 1)) -> Array:
     )
 
 
-def parts(x: Array, axis: int, dtype: jnp.dtype) -> Array:
+def through_bfloat16(x: Array) -> Array:
+    """x rounded within a kernel; outside one XLA may skip it."""
+    return x.astype(jnp.bfloat16).astype(x.dtype)
+
+
+def parts(x: Array, axis: int, dtype: jnp.dtype, rounding: Callable = through_bfloat16) -> Array:
     """Rows (axis 1) or columns (axis 2) in `dtype` that add up to x, one in float32."""
     rows = [x]
     if dtype == jnp.bfloat16:
-        high = x.astype(dtype).astype(x.dtype)
-        middle = (x - high).astype(dtype).astype(x.dtype)
+        high = rounding(x)
+        middle = rounding(x - high)
         rows = [high, middle, x - high - middle]
     return jnp.concatenate(rows + [jnp.zeros_like(x)] * (ROWS - len(rows)), axis).astype(dtype)
 
@@ -148,10 +155,12 @@ def with_ones(value: Float[Array, "k v s"]) -> Float[Array, "k w s"]:
     return jnp.concatenate([value, parts(one, 1, value.dtype)], axis=1)
 
 
-def numerators(z: Float[Array, "k m w"], dtype: jnp.dtype) -> Float[Array, "k w m"]:
+def numerators(
+    z: Float[Array, "k m w"], dtype: jnp.dtype, rounding: Callable = through_bfloat16
+) -> Float[Array, "k w m"]:
     """[z s]^T as an operand, s in parts."""
     width = z.shape[2] - ROWS
-    s = parts(z[:, :, width:].swapaxes(1, 2)[:, :1], 1, dtype)
+    s = parts(z[:, :, width:].swapaxes(1, 2)[:, :1], 1, dtype, rounding)
     return jnp.concatenate([z[:, :, :width].astype(dtype).swapaxes(1, 2), s], axis=1)
 
 
@@ -191,8 +200,16 @@ def attend(
     return output, jnp.where(d == 0, jnp.inf, largest + jnp.log(d))
 
 
-def from_queries(x: Operands, y: Array, c: Array, z: Array, L: Array, gradient: Array, near=None):
+class Given(NamedTuple):
+    """Gradients of the output and, if it has one, of L."""
+
+    output: Any
+    log: Any = None
+
+
+def from_queries(x: Operands, y: Array, c: Array, z: Array, L: Array, given: Given, near=None):
     """dx, [dz ds] and a; `near` is w and r of pairs (n, s, t)."""
+    gradient, dL = given
     (n, k), width = (len(x.query), len(c)), gradient.shape[1]
     p = jnp.exp(y + shared(c, n) - L)
     s = shared(z[:, :, width : width + 1], n)  # (n, m, 1)
@@ -203,6 +220,7 @@ def from_queries(x: Operands, y: Array, c: Array, z: Array, L: Array, gradient: 
         total += jnp.sum(w, axis=1, keepdims=True)
         a += jnp.sum(w * r, axis=1, keepdims=True)
     a = a / jnp.where(total == 0, 1.0, total)  # (n, 1, t); total is 1 up to rounding
+    a = a if dL is None else a - dL
     rows = jnp.concatenate([gradient, parts(-a, 1, gradient.dtype)], axis=1)
     dz = gathered(dot(p.astype(gradient.dtype), rows, (2, 2)), k)  # (k, m, w), ds in parts
     ds = jnp.sum(dz[:, :, width:], axis=2, keepdims=True)
@@ -233,14 +251,14 @@ def real_keys(x: Operands, length: int, i: Array | int = 0) -> Operands:
     return x._replace(key=key, value=value, log_weights=weights)
 
 
-def real_queries(x: Operands, logsum, gradient: Array, length: int, i: Array | int = 0):
-    """The i-th block of queries, their L and g; p is 0 past the last."""
+def real_queries(x: Operands, logsum, given: Given, length: int, i: Array | int = 0):
+    """The i-th block of queries, their L and gradients; p is 0 past the last."""
     inside = within(x.query.shape[2], length, i)
     if inside is None:
-        return x, logsum, gradient
-    query, gradient = (jnp.where(inside, y, 0) for y in (x.query, gradient))
+        return x, logsum, given
+    query, given = jax.tree.map(lambda y: jnp.where(inside, y, 0), (x.query, given))
     logsum = jax.tree.map(lambda y: jnp.where(inside, y, jnp.inf), logsum)
-    return x._replace(query=query), logsum, gradient
+    return x._replace(query=query), logsum, given
 
 
 def within(block: int, length: int, i: Array | int) -> Array | None:
@@ -266,13 +284,14 @@ def attend_in_chunk(x: Operands, exponents: Array, c: Array, zs: Array):
     return output, L, finite(largest) - finite(maximum) + jnp.log(total) + L
 
 
-def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, gradient, scale: float):
+def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, given: Given, scale: float):
     """dk, dv, dy, dl and [dz ds] of the state before the chunk; `after` is c after it."""
     (n, k), dtype, y = (len(x.query), len(x.key)), x.query.dtype, query_exponents(x)
+    gradient = given.output
     A, B, K, M = in_chunk(x, y, exponents)
     near = jnp.exp(shared(M, n) - F)
     w, r = (K + TINY) * near, dot(shared(x.value, n), gradient, (1, 1))
-    dx, dz_before, a = from_queries(x, y, c, z, L, gradient, (w, r))
+    dx, dz_before, a = from_queries(x, y, c, z, L, given, (w, r))
     D = (near * (r - a)).astype(dtype)
     dy = dx + B * dot(A.astype(dtype), D)
     within = gathered(A * dot(B.astype(dtype), D, (2, 2)), k)
@@ -313,19 +332,19 @@ def _queries(x, c, zs, output, logsum, *, scale, lengths):
     output[...] = out.astype(output.dtype)
 
 
-def _backward(x, logsum, gradient, grads, *, scale, lengths):
+def _backward(x, logsum, given, grads, *, scale, lengths):
     x = real_keys(read(x), lengths[1])
     f, c, z = fold(key_exponents(x, scale), x.value)
-    x, logsum, gradient = real_queries(x, logsum[...], gradient[...], lengths[0])
-    dx, dz, _ = from_queries(x, query_exponents(x), c, z, logsum, gradient)
+    x, logsum, given = real_queries(x, logsum[...], read(given), lengths[0])
+    dx, dz, _ = from_queries(x, query_exponents(x), c, z, logsum, given)
     write_queries(x, dx, grads)
     write_keys(x, *from_keys(x, f, dz, scale), grads)
 
 
-def _queries_backward(x, c, z, logsum, gradient, grads, dz, *, scale, lengths):
+def _queries_backward(x, c, z, logsum, given, grads, dz, *, scale, lengths):
     i = pl.program_id(2)
-    x, logsum, gradient = real_queries(read(x), logsum[...], gradient[...], lengths[0], i)
-    dx, dz_block, _ = from_queries(x, query_exponents(x), c[...], z[...], logsum, gradient)
+    x, logsum, given = real_queries(read(x), logsum[...], read(given), lengths[0], i)
+    dx, dz_block, _ = from_queries(x, query_exponents(x), c[...], z[...], logsum, given)
     add(dz, dz_block, i == 0)
     write_queries(x, dx, grads)
 
@@ -356,13 +375,16 @@ def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) ->
         add(grads.feature_bias, jnp.sum(dl, axis=2, keepdims=True), _first())
 
 
-def start(c, z, first: Array) -> None:
-    """Set the state of no keys at the first step of the grid."""
+def start(c, z, first: Array, state=None) -> None:
+    """Set a state, or that of no keys, at the first step of the grid."""
 
     @pl.when(first)
     def _():
-        c[...] = jnp.full_like(c, -jnp.inf)
-        z[...] = jnp.zeros_like(z)
+        if state is None:
+            c[...] = jnp.full_like(c, -jnp.inf)
+            z[...] = jnp.zeros_like(z)
+        else:
+            c[...], z[...] = jnp.broadcast_to(state[0][...], c.shape), state[1][...]
 
 
 def add(ref, value: Array, first: Array) -> None:
@@ -454,40 +476,64 @@ def call(kernel, settings: Kernel, lengths, ins, outs, scratch=(), backwards: bo
     )(*ins[0])
 
 
-def forward_of_blocks(x: Operands, settings: Kernel, residuals: bool):
-    """The output (b, n, v, t), and for the backward pass L and (c, [z s])."""
-    (b, n, _, t), (k, m, _), width = x.query.shape, x.w_key.shape, x.value.shape[2]
-    run = partial(call, settings=settings, lengths=(t, x.key.shape[3]))
-    output = Out((b, n, width, t), x.value.dtype), Out((b, n, 1, t), jnp.float32)
-    output = pieces(output, "tokens")
-    if settings.block >= max(t, x.key.shape[3]):
-        return *run(_forward, ins=(operands(x),), outs=output), None
+def results(x: Operands, width: int) -> Any:
+    """The output, of so many numbers for a query, and L."""
+    b, n, _, t = x.query.shape
+    output = Out((b, n, width, t), x.query.dtype), Out((b, n, 1, t), jnp.float32)
+    return pieces(output, "tokens")
+
+
+def state_of_keys(x: Operands, settings: Kernel):
+    """c (b, k, m, 1) and [z s] (b, k, m, w) of all keys; [z s]^T as an operand of queries."""
+    (b, k, width, s), m = x.value.shape, x.w_key.shape[1]
     shapes = (m, 1), (m, width + ROWS), (width + ROWS, m)
-    dtypes = jnp.float32, jnp.float32, x.query.dtype
+    dtypes = jnp.float32, jnp.float32, x.key.dtype
     outs = [Out((b, k, *y), dtype) for y, dtype in zip(shapes, dtypes, strict=True)]
     ins, outs = (operands(_key_operands(x)),), pieces(outs, "state")
-    c, z, zs = run(_keys, ins=ins, outs=outs, scratch=[(m, LANES)])
-    ins = operands(_query_operands(x)), *pieces((c, zs), "state")
-    return *run(_queries, ins=ins, outs=output), (c, z)
+    return call(_keys, settings, (s, s), ins, outs, [(m, LANES)])
 
 
-def backward_of_blocks(
-    x: Operands, settings: Kernel, wanted, logsum, state, gradient: Array
-) -> Operands:
+def rows_of_queries(x: Operands, c: Array, zs: Array, settings: Kernel):
+    """The output (b, n, v, t) and L, from a state."""
+    ins, t = (operands(_query_operands(x)), *pieces((c, zs), "state")), x.query.shape[3]
+    return call(_queries, settings, (t, t), ins, results(x, zs.shape[2] - ROWS))
+
+
+def query_gradients(x: Operands, state, logsum: Array, given: Given, settings: Kernel, wanted):
+    """Gradients of the operands of queries, None if not wanted; and [dz ds]."""
+    y, t, (c, z) = _query_operands(x), x.query.shape[3], state
+    ins = operands(y), *pieces((c, z), "state"), *pieces((logsum, given), "tokens")
+    outs = operands(gradients(y, wanted)), Piece(Out(z.shape, z.dtype), "state")
+    return call(_queries_backward, settings, (t, t), ins, outs)
+
+
+def key_gradients(x: Operands, c: Array, dz: Array, settings: Kernel, wanted) -> Operands:
+    """Gradients of the operands of keys, None if not wanted."""
+    y, s = _key_operands(x), x.key.shape[3]
+    ins, outs = (operands(y), *pieces((c, dz), "state")), (operands(gradients(y, wanted)),)
+    return call(_keys_backward, settings, (s, s), ins, outs)[0]
+
+
+def forward_of_blocks(x: Operands, settings: Kernel):
+    """The output (b, n, v, t), and for the backward pass L and (c, [z s])."""
+    lengths = x.query.shape[3], x.key.shape[3]
+    if settings.block >= max(lengths):
+        outs = results(x, x.value.shape[2])
+        return *call(_forward, settings, lengths, (operands(x),), outs), None
+    c, z, zs = state_of_keys(x, settings)
+    return *rows_of_queries(x, c, zs, settings), (c, z)
+
+
+def backward_of_blocks(x: Operands, logsum, state, given: Given, settings, wanted) -> Operands:
     """Gradients of the operands, None if not wanted."""
-    t, s = x.query.shape[3], x.key.shape[3]
-    run = partial(call, settings=settings, lengths=(t, s))
-    grads = gradients(x, wanted)
-    rows = pieces((logsum, gradient), "tokens")
-    if settings.block >= max(t, s):
-        return run(_backward, ins=(operands(x), *rows), outs=(operands(grads),))[0]
-    c, z = state
-    state, dz = pieces(state, "state"), pieces(Out(z.shape, z.dtype), "state")
-    ins, outs = (operands(_query_operands(x)), *state, *rows), operands(_query_operands(grads))
-    query_grads, dz = run(_queries_backward, ins=ins, outs=(outs, dz))
-    ins = operands(_key_operands(x)), *pieces((c, dz), "state")
-    (key_grads,) = run(_keys_backward, ins=ins, outs=(operands(_key_operands(grads)),))
-    return key_grads._replace(query=query_grads.query, w_query=query_grads.w_query)
+    lengths = x.query.shape[3], x.key.shape[3]
+    if settings.block >= max(lengths):
+        ins = operands(x), *pieces((logsum, given), "tokens")
+        outs = (operands(gradients(x, wanted)),)
+        return call(_backward, settings, lengths, ins, outs)[0]
+    of_queries, dz = query_gradients(x, state, logsum, given, settings, wanted)
+    grads = key_gradients(x, state[0], dz, settings, wanted)
+    return grads._replace(query=of_queries.query, w_query=of_queries.w_query)
 
 
 def gradients(x: Operands, wanted) -> Operands:
@@ -506,9 +552,9 @@ def _query_operands(x: Operands) -> Operands:
     return Operands(query=x.query, w_query=x.w_query)
 
 
-def _causal(x, output, logs, states, c, z, *, scale, lengths):
+def _causal(x, first, output, logs, states, c, z, *, scale, lengths):
     i = pl.program_id(2)
-    start(c, z, i == 0)
+    start(c, z, i == 0, first)
     x = real_keys(read(x), lengths[1], i)
     exponents = key_exponents(x, scale)
     before = c[...], z[...]
@@ -521,7 +567,7 @@ def _causal(x, output, logs, states, c, z, *, scale, lengths):
     _, c[...], z[...] = fold(exponents, x.value, *before)
 
 
-def _causal_backward(x, states, logs, gradient, grads, dz, *, scale, lengths):
+def _causal_backward(x, states, logs, given, grads, first, dz, *, scale, lengths):
     i = pl.num_programs(2) - 1 - pl.program_id(2)
 
     @pl.when(pl.program_id(2) == 0)
@@ -532,69 +578,168 @@ def _causal_backward(x, states, logs, gradient, grads, dz, *, scale, lengths):
     exponents = key_exponents(x, scale)
     c, z = read(states)
     after = jnp.maximum(c, jnp.max(exponents, axis=2, keepdims=True))
-    x, (L, F), gradient = real_queries(x, read(logs), gradient[...], lengths[0], i)
+    x, (L, F), given = real_queries(x, read(logs), read(given), lengths[0], i)
     dk, dv, dy, dl, dz[...] = backward_of_chunk(
-        x, exponents, c, z, after, dz[...], L, F, gradient, scale
+        x, exponents, c, z, after, dz[...], L, F, given, scale
     )
     write_queries(x, dy, grads)
     write_keys(x, dk, dv, dl, grads)
+    if first is not None:  # the last step writes that of the first chunk
+        first[...] = dz[...]
 
 
-def forward_of_chunks(x: Operands, settings: Kernel, residuals: bool):
+def forward_of_chunks(x: Operands, first: Any, settings: Kernel, log: bool, residuals: bool):
     """The output (b, n, v, t); for the backward pass (L, F) and the states before chunks."""
-    (b, n, _, t), (k, m, _), width = x.query.shape, x.w_key.shape, x.value.shape[2]
+    (b, k, width, t), n, m = x.value.shape, x.query.shape[1], x.w_key.shape[1]
     chunks, state = -(-t // CHUNK), ((m, 1), (m, width + ROWS))
     logs = states = None
-    if residuals:
+    if log or residuals:
         logs = (Out((b, n, 1, t), jnp.float32),) * 2
+    if residuals:
         states = tuple(Out((b, chunks, k, *shape), jnp.float32) for shape in state)
     outs = pieces(Out((b, n, width, t), x.value.dtype), "tokens"), pieces(logs, "tokens")
-    outs = *outs, pieces(states, "states")
+    ins, outs = (operands(x), pieces(first, "state")), (*outs, pieces(states, "states"))
     scratch = (m, CHUNK), (m, width + ROWS)
-    return call(_causal, settings, (t, t), (operands(x),), outs, scratch)
+    return call(_causal, settings, (t, t), ins, outs, scratch)
 
 
-def backward_of_chunks(x: Operands, settings: Kernel, wanted, logs, states, gradient) -> Operands:
-    """Gradients of the operands, None if not wanted."""
-    t, width = x.query.shape[3], x.value.shape[2]
-    ins = operands(x), pieces(states, "states"), pieces(logs, "tokens")
-    ins = *ins, pieces(gradient, "tokens")
-    outs = (operands(gradients(x, wanted)),)
-    scratch = ((x.w_key.shape[1], width + ROWS),)
-    return call(_causal_backward, settings, (t, t), ins, outs, scratch, backwards=True)[0]
+def backward_of_chunks(
+    x: Operands, has_first: bool, logs, states, given: Given, settings: Kernel, wanted
+):
+    """Gradients of the operands, None if not wanted; and [dz ds] of the state before, if any."""
+    (b, k, width, t), m = x.value.shape, x.w_key.shape[1]
+    ins = operands(x), pieces(states, "states"), *pieces((logs, given), "tokens")
+    before = Out((b, k, m, width + ROWS), jnp.float32) if has_first else None
+    outs, scratch = (operands(gradients(x, wanted)), pieces(before, "state")), ((m, width + ROWS),)
+    return call(_causal_backward, settings, (t, t), ins, outs, scratch, backwards=True)
 
 
-def forward(x: Arguments, settings: Kernel, residuals: bool):
-    """The output (b, t, n, v), and the residuals of the backward pass."""
-    run = forward_of_chunks if settings.is_causal else forward_of_blocks
-    output, *rest = run(tokens_last(x, settings.scale), settings, residuals)
-    return output.transpose(0, 3, 1, 2), rest  # (b, n, v, t) -> (b, t, n, v)
+def forward(x: Arguments, first: State | None, settings: Kernel, log: bool, residuals: bool):
+    """The output (b, t, n, v), L (b, n, t) if `log`, and the residuals of the backward pass.
+
+    `first` is the state (b, k, ...) of earlier keys, if causal.
+    """
+    y = tokens_last(x, settings.scale, x.keys.key.shape[2])
+    if settings.is_causal:
+        before = None if first is None else kernel_state(first)
+        output, logs, state = forward_of_chunks(y, before, settings, log, residuals)
+    else:
+        output, logs, state = forward_of_blocks(y, settings)
+    return tokens_first(output), log_of(logs) if log else None, (logs, state)
 
 
-def backward(x: Arguments, rest, gradient: Array, settings: Kernel, wanted) -> Arguments:
-    """Gradients of the arguments; 0 if not wanted."""
-    run = backward_of_chunks if settings.is_causal else backward_of_blocks
-    y, pull = jax.vjp(partial(tokens_last, scale=settings.scale), x)
-    gradient = gradient.transpose(0, 2, 3, 1)  # (b, n, v, t)
-    grads = (
-        None if y is None else jnp.zeros_like(y) if dy is None else dy.astype(y.dtype)
-        for y, dy in zip(y, run(y, settings, wanted, *rest, gradient=gradient), strict=True)
+def forward_of_keys(x: Arguments, settings: Kernel) -> State:
+    """The state (b, k, ...) of the keys."""
+    c, z, _ = state_of_keys(tokens_last(x, settings.scale, x.keys.key.shape[2]), settings)
+    return State(c[..., 0], z[..., -ROWS], z[..., :-ROWS])
+
+
+def forward_of_queries(x: Arguments, state: State, settings: Kernel, log: bool, residuals: bool):
+    """The output from a state, L, and the residuals, as in `forward`."""
+    y, (c, z) = tokens_last(x, settings.scale, state.maximum.shape[1]), kernel_state(state)
+    zs = jax.vmap(partial(numerators, dtype=y.query.dtype, rounding=rounded))(z)
+    output, logsum = rows_of_queries(y, c, zs, settings)
+    return tokens_first(output), log_of(logsum) if log else None, logsum
+
+
+def backward(
+    x: Arguments,
+    first: State | None,
+    residuals: Any,
+    gradient: Array,
+    log_gradient: Array | None,
+    settings: Kernel,
+    wanted,
+) -> tuple[Arguments, Any]:
+    """Gradients of the arguments, 0 if not wanted; and ds and dz of `first`, None without it."""
+    y, pull = jax.vjp(partial(tokens_last, scale=settings.scale, k=x.keys.key.shape[2]), x)
+    (logs, state), dz = residuals, None
+    given = given_last(logs, gradient, log_gradient)
+    if settings.is_causal:
+        has_first = first is not None
+        grads, dz = backward_of_chunks(y, has_first, logs, state, given, settings, wanted)
+    else:
+        grads = backward_of_blocks(y, logs, state, given, settings, wanted)
+    return pull(filled(grads, y))[0], None if dz is None else sums_of(dz)
+
+
+def backward_of_keys(x: Arguments, maximum: Array, sums, settings: Kernel, wanted) -> Arguments:
+    """Gradients of the arguments of keys from ds and dz (b, k, ...); 0 if not wanted."""
+    y, pull = jax.vjp(partial(tokens_last, scale=settings.scale, k=x.keys.key.shape[2]), x)
+    c, dz = kernel_state(State(maximum, *sums))
+    return pull(filled(key_gradients(y, c, dz, settings, wanted), y))[0]
+
+
+def backward_of_queries(
+    x: Arguments,
+    state: State,
+    logsum: Array,
+    gradient: Array,
+    log_gradient: Array | None,
+    settings: Kernel,
+    wanted,
+) -> tuple[Arguments, Any]:
+    """Gradients of the arguments of queries, 0 if not wanted; and ds and dz (b, k, ...)."""
+    y, pull = jax.vjp(partial(tokens_last, scale=settings.scale, k=state.maximum.shape[1]), x)
+    given = given_last(logsum, gradient, log_gradient)
+    grads, dz = query_gradients(y, kernel_state(state), logsum, given, settings, wanted)
+    return pull(filled(grads, y))[0], sums_of(dz)
+
+
+def kernel_state(state: State) -> tuple[Array, Array]:
+    """c (b, k, m, 1) and [z s] (b, k, m, w)."""
+    c, s, z = state
+    zeros = jnp.zeros((*s.shape, ROWS - 1), s.dtype)
+    return c[..., None], jnp.concatenate([z, s[..., None], zeros], axis=-1)
+
+
+def sums_of(dz: Array) -> tuple[Array, Array]:
+    """ds and dz, from [dz ds]."""
+    return dz[..., -ROWS], dz[..., :-ROWS]
+
+
+def log_of(logs) -> Array:
+    """L (b, n, t)."""
+    return jax.tree.leaves(logs)[0][:, :, 0]
+
+
+def given_last(logs, gradient: Array, log_gradient: Array | None) -> Given:
+    """Gradients of the output (b, n, v, t) and of L (b, n, 1, t); a query without keys has no L."""
+    if log_gradient is not None:
+        L = jax.tree.leaves(logs)[0]
+        log_gradient = jnp.where(jnp.isinf(L), 0.0, log_gradient[:, :, None])
+    return Given(gradient.transpose(0, 2, 3, 1), log_gradient)
+
+
+def filled(grads: Operands, x: Operands) -> Operands:
+    """Gradients of the operands, 0 for those that are not wanted."""
+    return Operands(
+        *(
+            None if y is None else jnp.zeros_like(y) if dy is None else dy.astype(y.dtype)
+            for y, dy in zip(x, grads, strict=True)
+        )
     )
-    return pull(Operands(*grads))[0]
 
 
-def tokens_last(x: Arguments, scale: float) -> Operands:
-    """Operands in the layout of the kernels: tokens last, with an axis of key heads."""
-    (b, s, k, _), (m, h), dtype = x.keys.key.shape, x.w_query.shape[-2:], x.query.dtype
+def tokens_first(output: Float[Array, "b n v t"]) -> Float[Array, "b t n v"]:
+    """The output as queries are given."""
+    return output.transpose(0, 3, 1, 2)
+
+
+def tokens_last(x: Arguments, scale: float, k: int) -> Operands:
+    """Operands in the layout of the kernels: tokens last, with an axis of k key heads."""
+    tokens = x.query, x.keys.key, x.keys.value
+    dtype = next(y.dtype for y in tokens if y is not None)
+
+    def frequencies(w):  # the root of the scale is in W, rounded once, as without kernels
+        return jnp.broadcast_to((w * scale**0.5).astype(dtype), (k, *w.shape[-2:]))
+
     # (b, t, n, h) -> (b, n, h, t)
-    query, key, value = (y.transpose(0, 2, 3, 1) for y in (x.query, x.keys.key, x.keys.value))
-    # The root of the scale is in W, rounded once, as without kernels.
-    w_query, w_key = (
-        jnp.broadcast_to((y * scale**0.5).astype(dtype), (k, m, h)) for y in (x.w_query, x.w_key)
-    )
-    feature_bias, log_weights = x.feature_bias, x.keys.log_weights
-    if feature_bias is not None:
-        feature_bias = jnp.broadcast_to(feature_bias, (k, m))[..., None]
-    if log_weights is not None:
-        log_weights = jnp.broadcast_to(log_weights, (b, s, k)).transpose(0, 2, 1)[:, :, None]
-    return Operands(query, key, value, w_query, w_key, feature_bias, log_weights)
+    query, key, value = jax.tree.map(lambda y: y.transpose(0, 2, 3, 1), tokens)
+    w_query, w_key = jax.tree.map(frequencies, (x.w_query, x.w_key))
+    bias, weights = x.feature_bias, x.keys.log_weights
+    if bias is not None:
+        bias = jnp.broadcast_to(bias, (k, bias.shape[-1]))[..., None]
+    if weights is not None:
+        weights = jnp.broadcast_to(weights, (*weights.shape[:2], k)).transpose(0, 2, 1)[:, :, None]
+    return Operands(query, key, value, w_query, w_key, bias, weights)

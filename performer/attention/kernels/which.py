@@ -1,30 +1,25 @@
-"""Which kernels a call of `performer_attention` gets, and their derivative.
+"""Which kernels a call of `performer_attention` gets.
 
 A program compiled for a TPU has the kernels of `tpu`, one for an NVIDIA GPU the kernels of `gpu`,
-forward and backward. A traced function may be compiled for another platform than the one of this
-process: `jax.lax.platform_dependent` chooses, inside one `jax.custom_vjp`.
+forward and backward; `run` has their derivatives.
 """
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
-from importlib import import_module
-from typing import Any, NamedTuple, cast
+from functools import cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 from jax.sharding import AxisType
-from jaxtyping import Array, Float
 
 from performer import features
 from performer.attention import sizes
-from performer.attention.maps import Arguments
 from performer.attention.sizes import LANES, ROWS
-from performer.attention.state import varying
 from performer.attention.values import Call, Plan
 
 NAMES = {"tpu": "TPU", "cuda": "GPU"}
@@ -163,6 +158,14 @@ def not_default(call: Call, platform: str) -> str:
         return f"for a batch of {batch} on {sizes.devices()} devices"
     if (dtype := call.dtypes[0]) != "bfloat16" and not INTERPRET:
         return f"in {dtype}, which was not timed"
+    beside = {
+        str(call.exact): any(call.exact),
+        "states": call.streams,
+        "axis_name": call.axis_name is not None,
+        "return_residual=True": call.residual,
+    }
+    if untimed := [name for name, holds in beside.items() if holds]:
+        return f"with {untimed[0]}, which was not timed"
     if padded_sizes(call, "cuda") != given_sizes(call):
         return f"for {SIZES} = {given_sizes(call)}, of which powers of two were timed"
     return ""
@@ -200,10 +203,8 @@ def unsupported(call: Call, platform: str) -> str:
         "empty arrays": 0 in sizes_of_call,
         f"feature_map={call.feature_map}": call.feature_map != features.positive,
         "segment_ids": call.packed,
-        str(call.exact): any(call.exact),
+        str(call.exact): call.exact.window > 0 or (call.exact.keys > 0 and on == "tpu"),
         "a decay": call.decayed,
-        "states or axis_name": call.streams or call.axis_name is not None,
-        "return_residual=True": call.residual,
         f"query, key and value of dtypes {dtypes} on a {NAMES[on]}": set(dtypes) not in served,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), ""):
@@ -245,108 +246,3 @@ def heads_and_block(call: Call) -> tuple[int, int] | None:
     # Two heads at least, if possible: while one waits, the other computes.
     pairs = [x for x in sized if x[0] * (n // k) >= min(2, n)]
     return next((x for x in [*pairs, *sized] if x[0]), None)
-
-
-def attention(
-    x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel
-) -> Float[Array, "b t n v"]:
-    """Attention by the kernels on their platforms, by `ordinary` elsewhere.
-
-    Compilers do not shard kernels: each device of the mesh in context has a part of the batch.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    axes = tuple(name for name, kind in kinds if kind == AxisType.Auto)
-    if not axes or sizes.devices() == 1 or x.query.shape[0] % sizes.devices():
-        return _here(x, ordinary, settings)
-    split, whole = jax.P(axes), jax.P()
-    run = jax.shard_map(
-        lambda x: _here(x, ordinary, settings),
-        in_specs=(Arguments(*cast(Any, (split, split, whole, whole, whole))),),
-        out_specs=split,
-        check_vma=not settings.interpret,
-    )
-    return run(x)
-
-
-def padded(x: Arguments, platform: str) -> Arguments:
-    """The same attention in the sizes of a platform's kernels.
-
-    Zeros are added to queries, keys, values and frequencies. Further features repeat the last one,
-    so that no maximum over features changes, with weight 0.
-    """
-    (m, h), v = x.w_query.shape[-2:], x.keys.value.shape[-1]
-    size = partial(padded_size, platform=platform)
-    if (size(h), size(v), size(m)) == (h, v, m):
-        return x
-
-    to_h, to_v, to_m = size(h) - h, size(v) - v, size(m) - m
-    query, key = (_wider(y, -1, to_h) for y in (x.query, x.keys.key))
-    w_query, w_key = (
-        _wider(_wider(y, -1, to_h), -2, to_m, mode="edge") for y in (x.w_query, x.w_key)
-    )
-    bias = x.feature_bias
-    if to_m:
-        bias = jnp.zeros(m, w_key.dtype) if bias is None else bias
-        bias = _wider(bias, -1, to_m, constant_values=-jnp.inf)
-    keys = x.keys._replace(key=key, value=_wider(x.keys.value, -1, to_v))
-    return Arguments(query, keys, w_query, w_key, bias)
-
-
-def _wider(x: Array, axis: int, more: int, **mode) -> Array:
-    """The array with more entries at the end of an axis; zeros, or by the mode of `jnp.pad`."""
-    axes = [(0, 0)] * x.ndim
-    axes[axis] = (0, more)
-    return jnp.pad(x, axes, **mode)
-
-
-def _here(x: Arguments, ordinary: Callable[[Arguments], Array], settings: Kernel) -> Array:
-    """Attention on one device."""
-    kernels: Any = import_module(MODULES[settings.platform])
-    x, width = varying(x), x.keys.value.shape[-1]
-    to_sizes = partial(padded, platform=settings.platform)
-
-    def kernel(x, residuals):
-        output, rest = kernels.forward(to_sizes(x), settings, residuals)
-        return output[..., :width], rest
-
-    def by_platform(kernel: Callable, otherwise: Callable, *args):
-        if settings.interpret:
-            return kernel(*args)
-        return jax.lax.platform_dependent(*args, **{settings.platform: kernel}, default=otherwise)
-
-    @jax.custom_vjp
-    def run(x):
-        return by_platform(lambda x: kernel(x, False)[0], ordinary, x)
-
-    def forward(primals):
-        x, perturbed = (
-            jax.tree.map(lambda p, name=name: getattr(p, name), primals)
-            for name in ("value", "perturbed")
-        )
-        with_residuals = partial(kernel, residuals=True)
-
-        def otherwise(x):
-            _, rest = jax.eval_shape(with_residuals, x)
-            zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), rest)
-            return ordinary(x), varying(zeros, x)
-
-        output, rest = by_platform(with_residuals, otherwise, x)
-        perturbed_arguments = (*perturbed[2:5], perturbed.keys.log_weights)
-        return output, (x, rest, Wanted(*map(bool, perturbed_arguments)))
-
-    def backward(saved, gradient):
-        x, rest, wanted = saved
-
-        def gradients(x, rest, gradient):
-            y, pull = jax.vjp(to_sizes, x)
-            gradient = _wider(gradient, -1, y.keys.value.shape[-1] - width)
-            return pull(kernels.backward(y, rest, gradient, settings, wanted))[0]
-
-        def otherwise(x, rest, gradient):
-            return jax.vjp(ordinary, x)[1](gradient)[0]
-
-        return (by_platform(gradients, otherwise, x, rest, gradient),)
-
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(x)
