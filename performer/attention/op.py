@@ -139,11 +139,12 @@ def performer_attention(
     it, from 35 if they are orthogonal. To detect this, compare with `robust`: only there the
     results differ by more than rounding.
 
-    `pallas` runs forward and backward; measured on an H200 in bfloat16, compiled but not yet run on
-    a TPU. It supports positive features, masks, lengths, biases of keys, calibration and grouped
-    heads, and first reverse-mode gradients: on a TPU in float32 or
-    bfloat16, on a GPU in bfloat16 or float16 (products in TF32). Sizes are padded, on a TPU to
-    multiples of 16, on a GPU to powers of two with h m and v m up to 8,192.
+    `pallas` runs forward and backward; plain calls were measured on an H200 in bfloat16, all were
+    compiled but not yet run on a TPU. It supports positive features, masks, lengths, biases of
+    keys, calibration, grouped heads, exact rows, states, `axis_name`, residuals, exact keys on a
+    GPU, and first reverse-mode gradients: on a TPU in float32 or bfloat16, on a GPU in bfloat16 or
+    float16 (products in TF32). Sizes are padded, on a TPU to multiples of 16, on a GPU to powers of
+    two with h m and v m up to 8,192.
     Other calls and platforms are computed without it, with one warning. Several devices share the
     batch if the mesh is in context (`jax.set_mesh`, axes of type Auto) and its size divides the
     batch; else use `jax.shard_map`. `jax.export` requires a single platform.

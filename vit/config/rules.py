@@ -38,15 +38,9 @@ RULES: dict[str, Callable[[Config], bool]] = {
     "config.attention.exact_window must be positive if config.attention.num_features is 0": (
         lambda c: all(block.num_features or block.exact_window for block in blocks(c))
     ),
-    **{
-        f"config.attention.{name} must be 0 with config.attention.implementation": (
-            lambda c, name=name: (
-                c.attention.implementation != "pallas"
-                or not any(getattr(block, name) for block in blocks(c))
-            )
-        )
-        for name in ("exact_window", "exact_keys", "exact_rows")
-    },
+    "config.attention.exact_window must be 0 with config.attention.implementation": lambda c: (
+        c.attention.implementation != "pallas" or not any(block.exact_window for block in blocks(c))
+    ),
     "config.data.image_size must be divisible by the patch of config.model.variant": lambda c: (
         c.data.image_size % c.model.patch_size == 0
     ),
