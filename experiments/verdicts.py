@@ -20,9 +20,10 @@ comparisons may fail. An item "agrees" if 90% of its comparisons do (but for the
 "in part" if half of them do, and "does not" agree otherwise. An order that is shown in less than
 half of the comparisons is "not contradicted".
 
-Each count of values or orders stands beside the count with exchanged couplings: our values of the
-first coupling are compared with the printed ones of the last, and so on, and orders are reversed.
-Where at least half of the comparisons agree even so, the item "hardly tells couplings apart".
+Each count of values or orders has a second one next to it, with exchanged couplings: our values of
+the first coupling are compared with the printed ones of the last, and so on, and orders are
+reversed. Where at least half of the comparisons agree even so, the item "hardly tells couplings
+apart".
 """
 
 import csv
@@ -285,7 +286,7 @@ ITEMS = (
         "iid", "orf", "simrf", sign=-1)),
     Item(SIMRF, "Fig. 9", "simrf", "ViTs", None,
          f"{RUN}; the small run of (b) shows no difference"),
-    Item(SIMRF, "Fig. 10", "simrf", "the best σ is at most that of the exact kernel",
+    Item(SIMRF, "Fig. 10", "simrf", "the best σ is at most the best σ of the exact kernel",
          smaller_sigma),
     Item(SIMRF, "Table 2", "simrf", "printed accuracies", lambda: simrf_table(2), deviating),
     Item(SIMRF, "Table 3", "simrf", "printed accuracies", lambda: simrf_table(3), deviating),

@@ -51,10 +51,11 @@ from performer.attention.state import (
 )
 from performer.attention.sweep import Near, softmax_rows, sweep
 from performer.attention.values import Exact, Plan
+from performer.choices import LARGEST
 from performer.numerics import dot, exponentials, finite, weighted
 from performer.typing import float32_or_wider
 
-NOWHERE = 2**31 - 1
+NOWHERE = LARGEST
 """Place of a first key that has not been seen yet."""
 CHOSEN = "chosen keys"
 """Name of their positions for `jax.checkpoint`: the backward pass does not choose again."""

@@ -265,9 +265,9 @@ def test_near_pairs_of_packed_sequences():
 @pytest.mark.parametrize("exact", [Exact(), Exact(window=4, first=1)])
 @pytest.mark.parametrize("norm", [1.0, 20.0, 50.0])
 def test_the_matrix_of_any_norm_is_that_of_the_equations(norm, exact):
-    """Kernels far below those of other keys, here of later ones that are short, are not floored.
+    """Kernels of long keys, far below the kernels of later short keys, are not floored.
 
-    The limit is ten times the largest difference, that of exponents of 3,000 in float32.
+    The limit is ten times the largest difference, which exponents of 3,000 have in float32.
     """
     rng = np.random.default_rng(0)
     query, key = rng.normal(size=(2, 2, 24, 2, 8))

@@ -27,7 +27,7 @@ def test_the_data_have_the_norms_that_they_are_said_to_have():
 
 @pytest.fixture
 def rows(monkeypatch):
-    """What an experiment hands to its table, which is not written."""
+    """Rows that an experiment hands to its table, which is not written."""
     shown = []
     monkeypatch.setattr(errors.harness, "show", lambda rows, *_, **__: shown.extend(rows) or "")
     return shown

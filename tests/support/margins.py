@@ -59,7 +59,7 @@ def pytest_assertion_pass(item, lineno, expl):
 
 
 def pytest_configure(config):
-    """Record what `assert_allclose` compares; chex calls it, too."""
+    """Record what `assert_allclose` compares, also in the assertions of chex."""
     import numpy as np
 
     original = np.testing.assert_allclose

@@ -196,7 +196,7 @@ def rounds_to(value: float, printed: str) -> bool:
 
 
 def fits(printed: Sequence[str], groups: Sequence[Sequence[float]]) -> bool:
-    """True if the numbers are those of the groups, in order; zeros may be left out."""
+    """True if the groups hold these numbers, in order; zeros may be left out."""
     if not groups:
         return not printed
     first, *others = groups
@@ -229,7 +229,7 @@ def selections(table: Table) -> tuple[list[Line], list[Line]]:
 
 
 def wrong(table: Table, body: Sequence[Sequence[str]] = ()) -> Iterator[str]:
-    """Yield the cells that are not those of the csv; `body`: in place of the table's rows."""
+    """Yield the cells that differ from the csv; `body`: in place of the table's rows."""
     source = table.source
     assert isinstance(source, Source)
     data = recorded(source.paths)

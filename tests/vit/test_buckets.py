@@ -51,7 +51,7 @@ def test_address():
 
 
 def test_nothing_of_an_address_is_on_the_local_disk(tmp_path, monkeypatch):
-    """Methods of `Path` are those of text, ours, or refused, in any version of Python."""
+    """Each method of `Path` works on text, is ours, or is refused, in any version of Python."""
     of_disk = {name for name in vars(Path) | vars(pathlib.PosixPath) if name[0] != "_"}
     of_disk -= {*dir(pathlib.PurePath), "cwd", "home", "expanduser", "from_uri", "info"}
     assert of_disk <= vars(buckets.Address).keys()

@@ -129,7 +129,7 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_log(digits_run, tmp_path):
 
 
 def test_an_evaluation_that_a_run_was_stopped_in_is_made_on_resumption(digits_run, tmp_path):
-    """With the same result; the duration goes on from that of the log."""
+    """With the same result; the duration goes on from the last one of the log."""
     workdir = shutil.copytree(digits_run[0], tmp_path / "run")
     path = workdir / "metrics.jsonl"
     *kept, evaluation = map(json.loads, path.read_text().splitlines())
