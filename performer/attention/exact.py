@@ -415,16 +415,17 @@ def attend_once(
     keys = counted(keys)
     rows = heads_first(queries.query).reshape(k, b, t * g, h)
     of_queries, of_keys = maps[0](rows), maps[1](heads_first(keys.key))
-    split = weighted(of_keys, heads_first(keys.log_weights))
+    log_weights = cast(Array, keys.log_weights)
+    split = weighted(of_keys, heads_first(log_weights))
     c = jax.lax.stop_gradient(finite(jnp.max(split[0], axis=-2)))
     on_keys = exponentials(split, c[..., None, :])
     exponent = of_queries[0] + c[..., None, :]
     top = jax.lax.stop_gradient(jnp.max(exponent, axis=-1))
     on_queries = exponentials((exponent, of_queries[1]), top[..., None])
-    weights = _weights_of_keys(*jax.lax.stop_gradient((on_queries, on_keys, keys.log_weights)))
+    weights = _weights_of_keys(*jax.lax.stop_gradient((on_queries, on_keys, log_weights)))
     heavy, others = largest(weights, keys, f)
-    left = jnp.where(jnp.isneginf(heads_first(others.log_weights))[..., None], 0.0, on_keys)
-    state = state_relative(c, left, heads_first(keys.value))
+    gone = jnp.isneginf(heads_first(cast(Array, others.log_weights)))[..., None]
+    state = state_relative(c, jnp.where(gone, 0.0, on_keys), heads_first(keys.value))
     return attend_with(on_queries, top, state, queries, heavy.keys, scale, dtype)
 
 

@@ -430,7 +430,8 @@ def _attention(
     x, wide = arguments(tokens, features, pairs, plan), float32_or_wider(*tokens)
     dtype = tokens.value.dtype
     if plan.kernel is not None:
-        output, residual, state = parts.rows(x, features, _heads_first(state, wide), plan)
+        far = cast(State | None, _heads_first(state, wide))
+        output, residual, state = parts.rows(x, features, far, plan)
         output, residual = _with_exact_rows(x, output, residual, features.exact.rows, plan)
         state = _heads_first(state, wide) if plan.return_state else None
         return output.astype(dtype), residual if plan.residual else None, state

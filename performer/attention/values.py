@@ -12,7 +12,7 @@ They are made once and passed on whole. A new option is a field of one of them.
 
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,10 @@ from performer.typing import Coupling, Size
 
 STATIC: Any = {"static": True}
 """Metadata of a field that belongs to the structure."""
-Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+if TYPE_CHECKING:
+    Leaf = Any
+else:
+    Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 """An array, or its shape and dtype for `explain` and `jax.eval_shape`."""
 
 
@@ -168,7 +171,7 @@ class Features:
                 " make them by Features.draw"
             )
         heads = w.shape[0] if w.ndim == 3 else None
-        drawn = couplings.draw(key, self.coupling, *w.shape[-2:], heads)
+        drawn = couplings.draw(key, self.coupling, w.shape[-2], w.shape[-1], heads)
         return replace(self, frequencies=drawn.astype(w.dtype))
 
     def calibrated(

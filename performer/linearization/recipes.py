@@ -51,7 +51,8 @@ ENOUGH = 8
 """Held-out examples that suffice to compare two errors."""
 SQUARE = "it requires as many queries as keys"
 UNORDERED = "it requires attention without causality, segments and ALiBi"
-REQUIRES = Exact(SQUARE, SQUARE, UNORDERED, UNORDERED)
+REQUIRES = SQUARE, SQUARE, UNORDERED, UNORDERED
+"""Why a layer has no pairs of a field of `Exact`."""
 
 
 class Recipe(NamedTuple):

@@ -257,9 +257,9 @@ def _compare(fn: AttentionFn, family: str, case: Case, feature_map: Any, toleran
 
 def _wanted(arrays, options, dtype: str, feature_map: Any, tolerance: float):
     """Reference, limit of its error (b, t, n), and the largest value."""
-    *tokens, w = arrays
+    query, key, value, w = arrays
     features = Features(w, feature_map=feature_map)
-    want, bound = reference_attention(*tokens, features, **options, with_bound=True)
+    want, bound = reference_attention(query, key, value, features, **options, with_bound=True)
     largest = float(np.abs(arrays[2].astype(np.float64)).max(initial=0))
     limit = tolerance * ROUNDOFF[dtype] * (bound + 2 * np.abs(want).max(axis=-1, initial=0))
     return want, limit + 1e-30, largest

@@ -152,9 +152,9 @@ def reference_attention(
             )
             shift = _head(leaves[0], 1, head * k // n, k)  # terms are e^{q.(k - c)}
             residual[i, :, head] += root * query[i, :, head] @ shift
-    given = [out, *[residual] * with_residual, *[bound] * with_bound]
-    given = tuple(x.reshape(*lead, *x.shape[1:]) for x in given)
-    return given if len(given) > 1 else given[0]
+    results = [out, *[residual] * with_residual, *[bound] * with_bound]
+    results = [x.reshape(*lead, *x.shape[1:]) for x in results]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def softmax_attention(

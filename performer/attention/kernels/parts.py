@@ -10,6 +10,7 @@ weighted by e^{-L}, the weight of a key is what it looks up there (`exact`).
 
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def rows(
     if log is None:
         return output, None, state
     b, t, n, _ = x.query.shape
-    queries = Queries(*(_grouped(y, keys) for y in (x.query, x.given)))
+    queries = Queries(*jax.tree.map(partial(_grouped, keys=keys), (x.query, x.given)))
     log = log - half_norm(x.query, plan.scale)[..., 0]
     if x.shift is not None:
         heads = jnp.moveaxis(along(first(queries.query), x.shift, plan.scale), 0, 2)
@@ -106,7 +107,7 @@ def _heavy(x: Arguments, keys: Keys, features: Features, plan: Plan) -> tuple[Se
     looked_up = x._replace(query=x.keys.key, w_query=x.w_key)
     _, logs = run.look_up(looked_up, of_queries, of_state, settings)
     assert logs is not None
-    logs = logs - half_norm(x.keys.key, plan.scale)[..., 0] + keys.log_weights
+    logs = logs - half_norm(x.keys.key, plan.scale)[..., 0] + cast(Array, keys.log_weights)
     return largest(logs, keys, features.exact.keys)
 
 
@@ -158,10 +159,8 @@ def _finished(rows: State) -> tuple[Array, Array]:
     return states.ratio(rows), jnp.where(positive, log, -jnp.inf)
 
 
-def _grouped(x: Array | None, keys: Keys) -> Array | None:
+def _grouped(x: Array, keys: Keys) -> Array:
     """(b, t, n, ...) -> (b, t, k, g, ...)."""
-    if x is None:
-        return None
     b, t, n, *rest = x.shape
     k = keys.key.shape[2]
     return x.reshape(b, t, k, n // k, *rest)

@@ -172,7 +172,7 @@ def padded(x: Arguments, state: State | None, platform: str) -> tuple[Arguments,
         bias = _wider(bias, -1, to_m, constant_values=-jnp.inf)
     keys = x.keys._replace(key=key, value=wider(x.keys.value, to_v))
     state = state if state is None else wider_state(state, to_m, to_v)
-    return Arguments(query, keys, w_query, w_key, bias), state
+    return Arguments(query, keys, w_query, cast(Any, w_key), bias), state
 
 
 def wider_state(state: State, to_m: int, to_v: int) -> State:

@@ -237,7 +237,7 @@ def heads_and_block(call: Call) -> tuple[int, int] | None:
         return max((x for x in range(1, k + 1) if k % x == 0 and x <= most), default=0)
 
     several = [block for block in (8 * LANES, 4 * LANES, 2 * LANES, LANES) if block < longest]
-    choices = [("blocks", block) for block in several]
+    choices: list[tuple[str, Any]] = [("blocks", block) for block in several]
     if call.is_causal:
         choices = [("causal", LANES)]
     elif longest <= 8 * LANES:
