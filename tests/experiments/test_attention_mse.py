@@ -134,7 +134,7 @@ def test_calibrations_are_scored_on_other_tokens(monkeypatch):
 
     def calibrate(query, key, **options):
         seen.append((np.asarray(query), np.asarray(key)))
-        with_exact.append(options.get("beside_exact", False))
+        with_exact.append(options["mixed"])
         return fit(query, key, **options)
 
     def attention_error(query, key, **options):

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import vit
+from performer import alibi
 from performer.nnx import PerformerAttention
 from tests.support.pages import code
 from tests.support.small import read_csv, small_config
@@ -133,5 +134,5 @@ def test_the_report_measures_layers_by_their_own_options():
 
     for given, same in zip(rows(1.0, scale=0.125), rows(0.5), strict=True):
         assert given == pytest.approx(same, rel=1e-4)
-    with pytest.raises(TypeError, match="alibi_slopes"):
-        rows(1.0, alibi_slopes=(0.5, 0.25))
+    with pytest.raises(ValueError, match="measured without a bias"):
+        rows(1.0, bias=alibi(jnp.array([0.5, 0.25])))
