@@ -153,9 +153,9 @@ def test_maxtext_with_the_patch(tmp_path):
         "    " + line for part in branch.body for line in ast.unparse(part).splitlines()
     )
     kinds = types.SimpleNamespace(GLOBAL="global", FULL="full")
-    from performer import couplings, performer_attention
+    from performer import Features, performer_attention
 
-    scope = dict(jax=jax, couplings=couplings, performer_attention=performer_attention)
+    scope = dict(jax=jax, Features=Features, performer_attention=performer_attention)
     scope |= dict(AttentionType=kinds, MODEL_MODE_TRAIN="train")
     exec(f"def run({names}):\n{body}", scope)
     query, key, value = jax.random.normal(jax.random.key(0), (3, 2, TOKENS, HEADS, 16))
