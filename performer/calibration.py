@@ -137,7 +137,7 @@ def calibrate(
     Example:
         >>> fitted = calibrate(query, key, coupling="orf-antithetic")
         >>> features = performer.Features.draw(random_key, "orf-antithetic", 128, 64, 12)
-        >>> features = dataclasses.replace(features, calibration=fitted)
+        >>> features = performer.Features(features.frequencies, fitted)
         >>> output = performer.performer_attention(query, key, value, features)
 
         `features.calibrated(query, key)` does the same.

@@ -112,7 +112,8 @@ def masked_attention(
     Example:
         >>> kernel = graphs.kernels.Diffusion(sigma=1.0)
         >>> mask = graphs.graph_random_features(key, graph, kernel, num_walks=8, p_halt=0.3)
-        >>> output = graphs.masked_attention(q, k, v, features, mask)
+        >>> drawn = performer.Features.draw(key, "pm-antithetic", 128, 64)
+        >>> output = graphs.masked_attention(q, k, v, drawn, mask)
     """
     if implementation not in (None, "dense", "sparse"):
         raise ValueError(unknown("implementation", implementation, ("dense", "sparse")))

@@ -110,7 +110,6 @@ NEEDED = {
     "performer.gp": lambda normal: ({"x": _circle(), "new": _circle() / 2, "y": jnp.arange(9.0)}),
     "performer.graphs.attention": lambda normal: {
         "graph": graphs.Graph.from_edges([(i, i + 1) for i in range(5)], num_nodes=6),
-        "frequencies": normal(8, 64),
     },
     "performer.graphs.features": lambda normal: {"v": jnp.arange(8.0)},
     "performer.graphs.gp": lambda normal: (
