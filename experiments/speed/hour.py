@@ -53,7 +53,7 @@ Row = harness.Row
 
 
 def value(case: Row, _: list[Row]) -> Row:
-    """Return the errors of a call by the kernels, relative to `direct` in float64 on the CPU."""
+    """Return the errors of a call by the kernels, relative to `robust` in float64 on the CPU."""
     return errors(case["tokens"], case["order"] == "causal", **CALLS[case["call"]])
 
 
