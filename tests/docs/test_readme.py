@@ -28,7 +28,7 @@ def test_errors_of_the_first_example():
     """The numbers below it, with the factors on queries and keys and without them."""
     namespace: dict = {}
     exec(code(README, "python")[0], namespace)
-    w, tokens = namespace["frequencies"], [namespace[x] for x in ("query", "key", "value")]
+    w, tokens = namespace["features"], [namespace[x] for x in ("query", "key", "value")]
 
     def errors(factor):
         squares = np.zeros(3)  # one head at a time: exact attention is large
