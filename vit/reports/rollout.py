@@ -59,7 +59,8 @@ def maps(model: ViT, images: Array) -> Maps:
         if not isinstance(estimate, PerformerAttention):
             estimated.append(exact[-1])
             continue
-        estimated.append(attention_weights(query, key, estimate.features))
+        options = estimate.options | {"bias": estimate.bias}
+        estimated.append(attention_weights(query, key, estimate.features, **options))
     tokens = model.has_token, model.num_prefix, model.order
     return Maps(*(_on_patches(rollout(jnp.stack(x)), *tokens) for x in (estimated, exact)))
 
