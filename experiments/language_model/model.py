@@ -78,7 +78,8 @@ class Attention(nnx.MultiHeadAttention):
         query, key, value = self.projected(x, place)
         if isinstance(self.attention_fn, PerformerAttention):
             layer = self.attention_fn
-            features, options = layer.features, layer.options | {"bias": layer.bias}
+            features, options = layer.features, layer.options
+            options["bias"] = layer.bias
             output, state = attention.stream(query, key, value, features, state, **options)
             return self.out(output), state
         start = (0, state.position, 0, 0)
