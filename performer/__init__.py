@@ -2,7 +2,7 @@
 
 performer_attention   softmax attention in linear time, estimated with random features
 Features    how the kernel is estimated: `Features.draw(key, "pm", num_features, head_dim)`
-Exact, Bias, alibi    exact pairs beside the features; what is added to q.k
+Exact, Bias, alibi    exact pairs together with features; what is added to q.k
 couplings   joint laws of the frequencies, by name: `couplings.get("pm")`
 norms, directions     the two parts of a coupling
 features    feature maps whose dot products estimate a kernel

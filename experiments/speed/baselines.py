@@ -94,7 +94,7 @@ blocked = partial(performer_attention, implementation="blocked")
 
 
 def windowed(window, query, key, value, frequencies, **options):
-    """Compute random-feature attention beside an exact window."""
+    """Compute random-feature attention with an exact window."""
     features = Features(frequencies, exact=Exact(window))
     return blocked(query, key, value, features, **options)
 

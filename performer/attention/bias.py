@@ -18,7 +18,7 @@ from performer.attention.masks import first
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Bias:
-    """What is added to the logits scale q.k; `+` adds two of them.
+    """Terms that are added to the logits scale q.k; `+` adds two of them.
 
     Example:
         >>> bias = alibi(2.0 ** -jnp.linspace(1, 8, 12)) + Bias(keys=jnp.zeros(query.shape[:2]))

@@ -261,7 +261,7 @@ class Call(NamedTuple):
     per_query_head: bool = False
     """True if each query head has frequencies of its own."""
     dtypes: tuple[str, ...] = ("float32",) * 3
-    """Of query, key and value."""
+    """Names of the dtypes of query, key and value."""
     feature_map: FeatureMap = features.positive
     exact: Exact = NOT_EXACT
     calibrated: bool = False

@@ -24,6 +24,7 @@ from tests.support.attention_inputs import (
     close,
     inputs,
     oracle,
+    orthogonal,
     ours,
     ours_streamed,
 )
@@ -39,6 +40,21 @@ def test_keys_after_the_last_query_have_no_part():
     output = attend(query, key, value, frequencies)
     close(output, attend(query, key[:, :6], value[:, :6], frequencies), 1e-6)
     close(output, oracle(query, key, value, frequencies, is_causal=True), 1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("scale", "away"), tiers([(1 / 8, 0.045), (1 / 4, 0.78)], 1))
+def test_the_public_code_is_biased_and_looks_into_the_future(scale, away):
+    """Distance to the estimate it claims to compute; early outputs move with the last key alone."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, key, value = (jax.random.normal(k, (1, 64, 1, 64)) for k in keys[:3])
+    attend = partial(oracle, frequencies=orthogonal(keys[3], 128, 64), scale=scale)
+    exact, public = (attend(query, key, value, with_epsilon=x) for x in (False, True))
+    assert np.linalg.norm(public - exact) / np.linalg.norm(exact) == pytest.approx(away, 0.02)
+    attend = partial(attend, is_causal=True, with_epsilon=True)
+    early = attend(query, key, value)[:, :32]
+    moved = attend(query, key.at[:, -1].multiply(3.0), value)[:, :32]
+    assert np.linalg.norm(moved - early) > away / 2 * np.linalg.norm(early)
 
 
 # Residuals

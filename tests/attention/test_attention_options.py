@@ -69,7 +69,7 @@ ARGUMENTS = {
     **{"segments": {"segment_ids"}, "exact": {"exact_window", "exact_first"}},
     **{"place": {"slopes", "decay"}, "run": {"axis_name"}, "streams": set()},
 }
-"""What a factor gives to attention (`by_keywords`), where its name is another."""
+"""Keywords that a factor gives to attention (`by_keywords`), where its name is another."""
 MORE = {
     "heads of the frequencies": (*FACTORS["heads of the frequencies"], "none of 1"),
     "keys": (*FACTORS["keys"], "heads traced"),

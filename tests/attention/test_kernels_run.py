@@ -212,7 +212,7 @@ def test_summarise(platform, sizes, spans):
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("t", [1, 140])
 def test_look_up(platform, t, spans):
-    """Of any state; also of one query, as in decoding."""
+    """Any state is looked up; also by one query, as in decoding."""
     kernel = partial(run.look_up, ordinary=never, settings=settings(platform))
     sizes = Sizes(t=t, v=8)
     check(kernel, look_up, arguments(sizes), any_state(sizes))
@@ -230,7 +230,7 @@ def test_gradient_of_the_normaliser_alone(platform):
     tiers([(p, *x) for x in ((jnp.bfloat16, 1), (np.float32, 2)) for p in PLATFORMS], 2),
 )
 def test_attention_looks_up_what_it_summarises(platform, dtype, parts):
-    """Of keys in parts, each with a state.
+    """Keys in parts have a state each.
 
     In bfloat16 the features are rounded, as in the fused kernel, but no sum of L.
     """
@@ -327,7 +327,7 @@ def test_a_normaliser_that_is_not_used_costs_nothing(platform, is_causal, monkey
 @pytest.mark.thorough
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_each_device_has_its_part_of_the_batch(platform, eight_devices):
-    """Of tokens and of states; gradients of shared frequencies are sums over the devices."""
+    """Gradients of tokens and states; shared frequencies have sums over the devices."""
     sizes = Sizes(b=8)
     x, state = arguments(sizes), any_state(sizes)
     options = dict(ordinary=never, settings=settings(platform))

@@ -1,4 +1,4 @@
-"""The sums of a call by kernels (`run`), and what stands beside them: exact keys and states.
+"""The sums of a call by kernels (`run`), joined with exact keys and states.
 
 The features of all keys are rows (L, 1, output), which `state.combine` joins with the rows of exact
 keys. L lacks |q|^2 / 2 and the shift of calibrated keys; they are added where the rows must be of
@@ -28,7 +28,7 @@ from performer.attention.values import Features, Plan
 from performer.numerics import operand_dtype
 
 WIDTH = 16
-"""Of values that no one reads: the least that kernels have."""
+"""Width of values that no one reads: the least that kernels have."""
 
 
 def rows(

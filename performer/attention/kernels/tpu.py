@@ -376,7 +376,7 @@ def write_keys(x: Operands, dk: Array, dv: Array, dl: Array, grads: Operands) ->
 
 
 def start(c, z, first: Array, state=None) -> None:
-    """Set a state, or that of no keys, at the first step of the grid."""
+    """Set a state, by default the state of no keys, at the first step of the grid."""
 
     @pl.when(first)
     def _():

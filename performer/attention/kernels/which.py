@@ -158,13 +158,13 @@ def not_default(call: Call, platform: str) -> str:
         return f"for a batch of {batch} on {sizes.devices()} devices"
     if (dtype := call.dtypes[0]) != "bfloat16" and not INTERPRET:
         return f"in {dtype}, which was not timed"
-    beside = {
+    more = {
         str(call.exact): any(call.exact),
         "states": call.streams,
         "axis_name": call.axis_name is not None,
         "return_residual=True": call.residual,
     }
-    if untimed := [name for name, holds in beside.items() if holds]:
+    if untimed := [name for name, holds in more.items() if holds]:
         return f"with {untimed[0]}, which was not timed"
     if padded_sizes(call, "cuda") != given_sizes(call):
         return f"for {SIZES} = {given_sizes(call)}, of which powers of two were timed"
