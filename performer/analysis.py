@@ -30,7 +30,7 @@ variance, that with D - 1: in one pass, without cancellation, and whatever the b
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,15 +38,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from performer import couplings
-from performer.attention import performer_attention
+from performer import features as maps
+from performer.attention import matrix, performer_attention
 from performer.attention.masks import key_mask
-from performer.attention.values import NOT_EXACT, Exact, Features
-from performer.calibration import Calibration, fold, transform_keys, transform_queries
+from performer.attention.values import NOT_EXACT, Exact, Features, Pairs
+from performer.calibration import Calibration, of_head, transform_keys, transform_queries
+from performer.features import FeatureMap
 from performer.numerics import finite
-from performer.refinement import is_near
 from performer.typing import Coupling, jit_static
 
 BLOCK = 256
@@ -168,6 +169,7 @@ def attention_error(
     num_features: int,
     draws: int = 32,
     calibration: Calibration | None = None,
+    feature_map: str | FeatureMap = "positive",
     scale: float | None = None,
     mask: ArrayLike | None = None,
     is_causal: bool = False,
@@ -177,9 +179,9 @@ def attention_error(
 ) -> AttentionError:
     """Measure the error of random-feature attention on these queries and keys.
 
-    Attention with positive features, in float32 whatever is given. One batch entry, head and block
-    of `BLOCK` rows at a time: the memory is a few times BLOCK x s numbers, never t x s, and draws x
-    k x m x h for the frequencies. Rows without keys do not count.
+    Attention in float32 whatever is given, pair by pair (`performer.attention.matrix`). One batch
+    entry, head and block of `BLOCK` rows at a time: the memory is a few times BLOCK x s numbers,
+    never t x s, and draws x k x m x h for the frequencies. Rows without keys do not count.
 
     Args:
         query: (..., t, n, h), with any leading axes, such as layers and batch.
@@ -191,12 +193,11 @@ def attention_error(
         draws: D, independent draws of the frequencies. Each key head has its own; the leading axes
             share them. Draw i, (k, m, h), is
             `couplings.draw(jax.random.fold_in(jax.random.key(seed), i), coupling, m, h, k)`.
-        calibration: as for `performer_attention`.
+        calibration: as of `performer.Features`.
+        feature_map: as there, one that estimates softmax.
         scale: the factor on q.k; 1 / sqrt(h) if None.
         mask: which keys exist, as in `performer_attention`.
         is_causal: query i sees the keys up to i; uniform attention is then the mean over these.
-            Rows may underflow for queries and keys of norm above 10, after the factor sqrt(scale):
-            errors, then above 1, are off by percents (norm 20), and row sums may be NaN.
         seed: of the draws.
         most: number of features up to which one program serves all; `num_features` if None or
             smaller.
@@ -217,7 +218,8 @@ def attention_error(
         raise ValueError(f"draws must be at least 3, for errors of variances, got {draws}")
     lead, h = query.shape[:-3], query.shape[-1]
     most = max(1, num_features, most or 0)
-    _check((query, key, value), coupling, num_features, calibration, exact, scale, is_causal)
+    estimated = Features(None, calibration, feature_map=feature_map, exact=exact)
+    _check((query, key, value), coupling, num_features, estimated, scale, is_causal)
     tokens, exists, fitted = _tokens(query, key, value, calibration, scale, mask)
     m, k, keys = num_features, key.shape[-2], jax.random.key(seed)
     frequencies = np.zeros((draws, k, 0, h), np.float32)
@@ -225,13 +227,10 @@ def attention_error(
         frequencies = np.asarray(_frequencies(couplings.get(coupling), m, most, h, k, draws, keys))
     frequencies = np.pad(frequencies, [(0, 0), (0, 0), (0, most + -most % FEATURES - m), (0, 0)])
     used = np.arange(frequencies.shape[-2]) < m
-    log_weights = np.where(used, -math.log(max(1, m)), -np.inf).astype(np.float32)
-    if fitted.root is not None:  # `fold` leaves out det L, which attention does not see
-        log_det = np.linalg.slogdet(np.asarray(fitted.root, np.float64)).logabsdet
-        log_weights = log_weights + np.asarray(log_det, np.float32)[..., None]
-    near, chooses = exact if any(exact) else None, exact.keys > 0
-    static = is_causal, chooses
-    sums, norms = _measure(*tokens, exists, fitted, frequencies, log_weights, near, *static)
+    weights = np.where(used, 1 / max(1, m), 0).astype(np.float32)
+    features = Features(None, fitted, weights, feature_map=maps.get(feature_map))
+    pairs = (exact if any(exact) else None), is_causal, exact.keys > 0
+    sums, norms = _measure(tokens, exists, frequencies, features, *pairs)
     sums, norms = jax.tree.map(  # (b, n, ...) -> (..., n, ...)
         lambda x: np.asarray(x, np.float64).reshape(*lead, *x.shape[1:]), (sums, norms)
     )
@@ -279,7 +278,8 @@ def recommend(
         limit: the most features to try, at least 2. One program measures all of them.
         exact: exact pairs; its `keys` are the most to try: none, half of them and all are tried.
         show: is given a line for each number that was tried; None prints them to a terminal.
-        options: draws, calibration, scale, mask, is_causal and seed, as for `attention_error`.
+        options: draws, calibration, feature_map, scale, mask, is_causal and seed, as for
+            `attention_error`.
 
     Raises:
         ValueError: for a tolerance or limit that is too small, an error that is no number, and as
@@ -338,10 +338,15 @@ def _print(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _check(tokens, coupling, m, calibration, exact, scale, is_causal) -> None:
+def _check(tokens, coupling, m, features: Features, scale, is_causal) -> None:
     """Check shapes and sizes, also by tracing the op; raises ValueError."""
     query, key, value = tokens
-    if m < (0 if exact.window else 1):
+    if not features.map.estimates_softmax:
+        raise ValueError(
+            f"feature_map={features.feature_map!r} has a kernel of its own: there is no error"
+            " against softmax attention; use a map that estimates it, such as 'positive'"
+        )
+    if m < (0 if features.exact.window else 1):
         raise ValueError(f"num_features must be at least 1 without an exact window, got {m}")
     if key.shape[:-3] != query.shape[:-3] or not query.size:
         raise ValueError(
@@ -358,7 +363,7 @@ def _check(tokens, coupling, m, calibration, exact, scale, is_causal) -> None:
                 f"the coupling gives frequencies {got}; expected an array with one row for each"
                 f" feature, {(m, h)}"
             )
-    features = Features(frequencies, calibration, exact=exact)
+    features = replace(features, frequencies=frequencies)
     attend = partial(performer_attention, scale=scale, is_causal=is_causal)
     jax.eval_shape(attend, query, key, key if value is None else value, features)
 
@@ -420,25 +425,26 @@ def _draw(coupling: Coupling, m: int, h: int, k: int, draws: int, key: Array) ->
 
 @partial(jax.jit, static_argnames=("is_causal", "chooses"))
 def _measure(
-    query, key, value, exists, calibration, frequencies, log_weights, selected, is_causal, chooses
+    tokens,
+    exists,
+    frequencies,
+    features: Features,
+    exact: Exact | None,
+    is_causal=False,
+    chooses=False,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the matrices of each head.
 
     For each draw, (b, n, draws), and without draws, (b, n). One key head of one batch entry and one
-    block of rows exist at a time. A feature with the log-weight -inf does not count.
+    block of rows exist at a time. `features` have everything but frequencies and exact pairs; the
+    numbers of these are traced, and `chooses` is True with exact keys.
     """
     with jax.default_matmul_precision("highest"):
-        (b, t, n, h), k = query.shape, key.shape[2]
+        query, key, value = tokens
+        (b, t, n, _), k = query.shape, key.shape[2]
         blocks = -(-t // BLOCK)
         size = -(-t // blocks)
-        _, w, tilts = fold(calibration, frequencies)
-        log_weights = jnp.broadcast_to(log_weights, w.shape[:-1])
-        if tilts is not None:
-            log_weights = log_weights + jnp.broadcast_to(tilts, w.shape[:-1])
-        shift = jnp.zeros(h, query.dtype) if calibration.shift is None else calibration.shift
-        # exp(q.(k - c)) is what k^_ij estimates once keys are shifted: exp(-q.c) times the kernel.
-        shift = jnp.repeat(jnp.broadcast_to(shift, (k, h)), n // k, axis=0)
-        along = jnp.sum(query * shift[None, None], axis=-1, keepdims=True)
+        place = jnp.arange(blocks * size).reshape(blocks, size)
 
         def rows(x):  # (b, t, n, h) -> (b k, g blocks, size, h), with zeros at the end
             x = jnp.pad(x, ((0, 0), (0, blocks * size - t), (0, 0), (0, 0)))
@@ -447,82 +453,78 @@ def _measure(
         def keys(x):  # (b, s, k, h) -> (b k, s, h)
             return jnp.moveaxis(x, 2, 1).reshape(b * k, *x.shape[1::2])
 
-        place = jnp.tile(jnp.arange(blocks * size).reshape(blocks, size), (n // k, 1))
-
         def head_sums(args):
-            head, keys, rows = args
-            features = w[:, head], log_weights[:, head], None
+            head, keys, queries = args
+            calibration = of_head(features.calibration or Calibration(), head)
+            places = jnp.tile(place, (n // k, 1))
+            log_kernel = partial(_log_kernel, replace(features, calibration=calibration), keys)
+            w, chosen = frequencies[:, head], None
             if chooses:
-                weigh = partial(_ranks, keys, rows[1].reshape(-1, h), place.reshape(-1) < t)
-                features = *features[:2], jax.lax.map(lambda x: weigh(*x), features[:2])
-            block = partial(_block, keys, features, selected, t, is_causal)
-            return jax.lax.map(lambda x: block(*x), (*rows, place))
+                weigh = partial(_heaviest, log_kernel, keys, exact, queries, places < t)
+                chosen = jax.lax.map(weigh, w)
+            block = partial(_block, log_kernel, keys, (w, chosen), exact, t, is_causal)
+            return jax.lax.map(lambda x: block(*x), (queries, places))
 
-        key_data = (
-            *map(keys, (key, transform_keys(calibration, key), value)),
-            jnp.repeat(exists, k, 0),
-        )
-        row_data = tuple(map(rows, (query, transform_queries(calibration, query), along)))
-        sums = jax.lax.map(head_sums, (jnp.tile(jnp.arange(k), b), key_data, row_data))
+        key_data = (*map(keys, (key, value)), jnp.repeat(exists, k, 0))
+        heads = jnp.tile(jnp.arange(k), b)
+        sums = jax.lax.map(head_sums, (heads, key_data, rows(query)))
     return jax.tree.map(lambda x: x.reshape(b, n, blocks, *x.shape[2:]).sum(2), sums)
 
 
-def _ranks(keys, query, exists, w, log_weights) -> Array:
-    """Ranks (s,) of the keys by their estimated weights, the sums over queries (r, h)."""
-    _, key, _, key_exists = keys
-    on_keys = key @ w.T - jnp.sum(key**2, axis=-1, keepdims=True) / 2 + log_weights[None]
-    on_keys = jnp.where(key_exists[:, None], on_keys, -jnp.inf)
-    on_queries = jnp.where(exists[:, None], query @ w.T, -jnp.inf)
-    sums = jax.nn.logsumexp(on_keys, axis=0, keepdims=True)
-    totals = jax.nn.logsumexp(on_queries + sums, axis=-1)
-    feature_weights = jax.nn.logsumexp(on_queries - finite(totals)[:, None], axis=0)
-    return jnp.argsort(jnp.argsort(-jax.nn.logsumexp(on_keys + feature_weights[None], axis=-1)))
+def _log_kernel(
+    features: Features, keys: tuple[Array, Array, Array], w: Array, query: Float[Array, "r h"]
+) -> matrix.Logs:
+    """log k^ (r, s) of one head, estimated by these frequencies (m, h)."""
+    features = replace(features, frequencies=w)
+    query, key = (x[None, :, None] for x in (query, keys[0]))
+    x = matrix.moved(query, key, features, Pairs(), scale=1.0)
+    return jax.tree.map(lambda y: y[0, 0], matrix.log_kernel(x, features, scale=1.0))
+
+
+def _heaviest(log_kernel, keys, exact: Exact, queries, counts, w) -> Bool[Array, " s"]:
+    """The exact keys of this draw, for all blocks of queries."""
+
+    def of_block(args):
+        query, counts = args
+        size, sign = log_kernel(w, query)
+        allowed = counts[:, None] & keys[2][None]
+        return matrix.column_sums(matrix.Logs(jnp.where(allowed, size, -jnp.inf), sign))
+
+    sums = jnp.sum(jax.lax.map(of_block, (queries, counts)), axis=0)
+    return matrix.heaviest(sums[None, None], 1, exact.keys)[0, 0]
 
 
 def _block(
-    keys, features, selected, t, is_causal, query, moved_query, along, place
+    log_kernel, keys, draws, exact: Exact | None, t, is_causal, query, place
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Sums of squares over the rows of these queries, (r, h): those below t that have keys."""
-    key, moved_key, value, exists = keys
-    before = jnp.cumsum(exists) - exists.astype(jnp.arange(0).dtype)
+    key, value, exists = keys
+    positions = jnp.arange(len(key))
+    before = jnp.cumsum(exists) - exists.astype(positions.dtype)
     allowed = jnp.broadcast_to(exists, (len(place), len(key)))
     if is_causal:
-        allowed &= jnp.arange(len(key))[None] <= place[:, None]
-        exists = exists & (jnp.arange(len(key)) <= jnp.max(place))  # later ones set no maximum
+        allowed &= positions[None] <= place[:, None]
     counts = (place < t) & jnp.any(allowed, axis=-1)
 
     def squares(x):
         return jnp.sum(jnp.where(counts, jnp.sum(x**2, axis=-1), 0))
 
-    logits = jnp.where(allowed, query @ key.T, -jnp.inf)
-    log_sum = finite(jax.nn.logsumexp(logits, axis=-1, keepdims=True))
-    A = jnp.exp(logits - log_sum)
+    logits = query @ key.T
+    A, total, top = matrix.normalised(matrix.Logs(jnp.where(allowed, logits, -jnp.inf)))
+    log_sum = finite(jnp.log(total)) + top
     N = jnp.maximum(jnp.sum(allowed, axis=-1, keepdims=True, dtype=A.dtype), 1)
     uniform = allowed.astype(A.dtype) / N
-    half_norms = jnp.sum(moved_key**2, axis=-1, keepdims=True) / 2
-    offset = along - jnp.sum(moved_query**2, axis=-1, keepdims=True) / 2 - log_sum
 
-    def draw(mean, features):
-        w, log_weights, ranks, i = features
-        on_keys = moved_key @ w.T - half_norms + log_weights[None]
-        on_keys = jnp.where(exists[:, None], on_keys, -jnp.inf)  # (s, m)
-        top_key = jnp.max(on_keys, axis=0, keepdims=True)
-        on_queries = moved_query @ w.T + top_key  # (r, m)
-        top = jnp.max(on_queries, axis=-1, keepdims=True)
-        kernel = jnp.exp(on_queries - finite(top)) @ jnp.exp(on_keys - finite(top_key)).T
-        kernel = jnp.where(allowed, kernel, 0)
-        if selected is not None:
-            positions = jnp.arange(len(key))
-            near = is_near(place, positions, before, selected)
-            near |= (place < selected.rows)[:, None]
-            near = allowed & (near if ranks is None else near | (ranks < selected.keys)[None])
-            exact = jnp.where(near, logits - log_sum - offset, -jnp.inf)
-            new = jnp.maximum(top, jnp.max(exact, axis=-1, keepdims=True))
-            shares = jnp.exp(exact - finite(new)), kernel * jnp.exp(top - finite(new))
-            kernel, top = jnp.where(near, *shares), finite(new)
-        total = jnp.sum(kernel, axis=-1, keepdims=True)  # at least 1 with features alone
-        estimate = kernel / jnp.where(total == 0, 1, total)  # without features or near keys
-        rho = total * jnp.exp(top + offset)
+    def draw(mean, args):
+        w, chosen, i = args
+        logs = log_kernel(w, query)
+        if exact is not None:
+            near = matrix.is_near(place, positions, before, exact)
+            near = near if chosen is None else near | chosen[None]
+            logs = matrix.with_exact(logs, logits, near)
+        logs = logs._replace(size=jnp.where(allowed, logs.size, -jnp.inf))
+        estimate, total, top = matrix.normalised(logs)
+        rho = total * jnp.exp(top - log_sum)
         change = estimate * rho - mean
         residual = jnp.sqrt(i / (i + 1)) * change
         row_errors = jnp.sum(residual, axis=-1, keepdims=True)
@@ -535,8 +537,8 @@ def _block(
             "predicted": squares(residual - A * row_errors),  # VRC Eq. 45, corrected
         }
 
-    earlier_draws = jnp.arange(len(features[0]), dtype=jnp.float32)
-    _, sums = jax.lax.scan(draw, jnp.zeros_like(A), (*features, earlier_draws))
+    earlier_draws = jnp.arange(len(draws[0]), dtype=jnp.float32)
+    _, sums = jax.lax.scan(draw, jnp.zeros_like(A), (*draws, earlier_draws))
     return sums, {
         "attention": squares(A),
         "output": squares(A @ value),

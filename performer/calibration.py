@@ -363,6 +363,12 @@ def for_heads(calibration: Calibration, num_heads: int) -> Calibration:
     )
 
 
+def of_head(calibration: Calibration, head: int | Array) -> Calibration:
+    """The calibration of one of the key heads, whose number may be traced."""
+    leaves = zip(calibration, RANKS, strict=True)
+    return Calibration(*(x if x is None or x.ndim == rank else x[head] for x, rank in leaves))
+
+
 def transform_keys(calibration: Calibration, key: Float[Array, "*b k h"]) -> Float[Array, "*b k h"]:
     """M^-1 (k - c), of keys after the factor sqrt(scale)."""
     calibration, key = _of_one_dtype((calibration, key))

@@ -14,7 +14,6 @@ Beside an exact window only far pairs are estimated, by
 features all of whose parameters move (`Far`). Near pairs are exact in A^ and do not move them.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,8 +25,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from performer.attention import attention_weights
-from performer.attention.values import NOT_EXACT, Exact, Features
+from performer.attention import matrix
+from performer.attention.values import NOT_EXACT, Exact, Features, Pairs
 from performer.calibration import (
     Calibration,
     fit,
@@ -35,12 +34,9 @@ from performer.calibration import (
     for_heads,
     log_determinant,
     pair_moments,
-    transform_keys,
-    transform_queries,
 )
 from performer.choices import positive_integer
 from performer.features import FeatureMap
-from performer.numerics import anywhere, finite
 from performer.typing import Coupling, float32_or_wider
 
 ADAM, RATE = optax.scale_by_adam(), 0.1
@@ -56,8 +52,6 @@ ROUNDS, PATIENCE = 20, 4
 """Evaluations of the held-out loss, and those without progress before early stopping."""
 HELD_OUT = 8
 """One example of so many is held out."""
-LOST = 1e-23
-"""Sums of features below this have lost terms to underflow."""
 START = 0.3
 """Size of the frequencies at the start of `refine_far`, relative to those of a coupling."""
 
@@ -89,30 +83,9 @@ class Sample(NamedTuple):
         )
 
     def near(self, exact: Exact) -> Bool[Array, "#b 1 t s"]:
-        """Mask of the pairs that a window makes exact, if both exist and see one another.
-
-        As in `performer_attention` packed sequences form chunks one after another, in the order of
-        their numbers, and each has its own first keys. Keys that do not exist are not counted.
-        """
-        query, key = (jnp.arange(x.shape[1], dtype=jnp.int32)[None] for x in self[:2])
-        before = jnp.cumsum(self.keys, axis=1, dtype=jnp.int32) - self.keys.astype(jnp.int32)
-        if self.segments is not None:
-            same = self.segments[:, :, None] == self.segments[:, None]
-            earlier = jnp.tri(same.shape[1], k=-1, dtype=bool)[None] & same & self.keys[:, None]
-            before = jnp.sum(earlier, axis=-1, dtype=jnp.int32)
-            order = jnp.argsort(jnp.argsort(self.segments, stable=True))
-            query = key = order.astype(jnp.int32)
-        return is_near(query, key, before, exact)[:, None]
-
-
-def is_near(query: Any, key: Any, before: Any, exact: Exact) -> Any:
-    """Mask (..., t, s) of near pairs of queries (..., t) and keys (..., s) at these positions.
-
-    `before` is the number of keys that exist before each key, in its own sequence.
-    """
-    query, key = (x // jnp.maximum(exact.window, 1) for x in (query, key))
-    near = abs(query[..., :, None] - key[..., None, :]) <= 1
-    return (near | (before < exact.first)[..., None, :]) & (exact.window > 0)
+        """Mask of the pairs that a window makes exact, if both exist and see one another."""
+        segments = None if self.segments is None else (self.segments, None)
+        return matrix.near(exact, self.query.shape[1], self.keys, segments)
 
 
 def traced(exact: Exact) -> Exact:
@@ -171,63 +144,31 @@ def _learned(projections: Array, half: Array) -> tuple[Array, None]:
 
 
 LEARNED = FeatureMap(_learned, kernel="softmax")
-"""exp(w.x), the feature map of `learned_estimate`: it estimates e^{q.k} once it has learned to."""
+"""exp(w.x), the feature map of `learned_features`: it estimates e^{q.k} once it has learned to."""
 
 
-def performer_estimate(
+def estimate(
     features: Features, sample: Sample, is_causal: bool = False
 ) -> Float[Array, "b n t s"]:
-    """A^ of these features."""
-    options: Any = dict(mask=sample.keys[:, None, None], segment_ids=sample.segments)
-    return attention_weights(*sample[:2], features, is_causal=is_causal, **options)
+    """A^ of these features, in quadratic time. The numbers of exact pairs may be traced."""
+    segments = None if sample.segments is None else (sample.segments, None)
+    pairs = Pairs(exists=sample.keys, segments=segments, is_causal=is_causal)
+    scale = sample.query.shape[-1] ** -0.5
+    return matrix.attention_matrix(*sample[:2], features, pairs, scale)
 
 
 Fixed = tuple[Calibration | None, Exact]
 """The calibration, and the exact pairs, whose numbers may be traced: one program serves all."""
 
 
-def positive_estimate(
-    frequencies: Float[Array, "k m h"] | None,
-    fixed: Fixed,
-    sample: Sample,
-    is_causal: bool = False,
-) -> Float[Array, "b n t s"]:
-    """A^ of positive features and exact pairs, as `performer_estimate`, in quadratic time.
-
-    It forms the kernel matrix from exponents of features, and is several times as fast to compile
-    and to differentiate for the short sequences that calibrate a model. Features may underflow
-    where `performer_attention` has a stabilizer for each block of queries.
-    """
+def positive_features(frequencies: Float[Array, "k m h"] | None, fixed: Fixed) -> Features:
+    """Positive features of these frequencies."""
     calibration, exact = fixed
-    query, key = _scaled(sample, calibration)
-    if frequencies is None:
-        far = jnp.full((*query.shape[:3:2], query.shape[1], key.shape[1]), -jnp.inf, query.dtype)
-        return _rows(far, query, key, exact, sample, is_causal)
-    bias, w = None, frequencies.astype(query.dtype)
-    if calibration is not None:
-        _, w, bias = fold(calibration, w)
-        if calibration.root is not None and bias is not None:
-            bias = bias + log_determinant(calibration.root)[..., None]
-    half_query, half_key = (
-        jnp.sum(x**2, axis=-1).swapaxes(1, 2)[..., None] / 2 for x in (query, key)
-    )
-    w = jnp.broadcast_to(w, (sample.key.shape[2], *w.shape[-2:]))
-    query_exponents, key_exponents = (
-        _exponents(query, w) - half_query,
-        _exponents(key, w) - half_key,
-    )
-    if bias is not None:
-        bias = jnp.broadcast_to(bias, w.shape[:2])
-        key_exponents += jnp.repeat(bias, key_exponents.shape[1] // len(bias), axis=0)[
-            None, :, None
-        ]
-    return _rows(_log_kernel(query_exponents, key_exponents), query, key, exact, sample, is_causal)
+    return Features(frequencies, calibration, exact=exact)
 
 
-def learned_estimate(
-    far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False
-) -> Float[Array, "b n t s"]:
-    """A^ of the features `LEARNED` and exact pairs, in quadratic time.
+def learned_features(far: Far, fixed: Fixed) -> Features:
+    """Features `LEARNED` for the far pairs.
 
     Raises:
         ValueError: for a calibration with a tilt or a proposal.
@@ -239,79 +180,7 @@ def learned_estimate(
             " root (calibration._replace(mean=None, root=None)), a distribution that frequencies"
             " are drawn from, because these are learned"
         )
-    query, key = _scaled(sample, calibration)
-    w_query, w_key, bias, weight = (x.astype(query.dtype) for x in far)
-    bias = bias + weight[:, None]
-    bias = jnp.repeat(bias, query.shape[2] // len(bias), axis=0)[None, :, None]
-    kernel = _log_kernel(_exponents(query, w_query), _exponents(key, w_key) + bias)
-    return _rows(kernel, query, key, exact, sample, is_causal)
-
-
-def _scaled(sample: Sample, calibration: Calibration | None) -> tuple[Array, Array]:
-    """Queries and keys (b, t, n, h), times sqrt(scale), moved by the shift and scale."""
-    dtype = float32_or_wider(sample.query, sample.key)
-    query, key = (x.astype(dtype) * x.shape[-1] ** -0.25 for x in sample[:2])
-    if calibration is not None:
-        query, key = transform_queries(calibration, query), transform_keys(calibration, key)
-    return query, jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
-
-
-def _exponents(x: Float[Array, "b t n h"], w: Float[Array, "k m h"]) -> Float[Array, "b n t m"]:
-    w = jnp.repeat(w, x.shape[2] // len(w), axis=0)
-    return jnp.einsum("btnh,nmh->bntm", x, w, precision="highest")
-
-
-def _log_kernel(query_exponents: Array, key_exponents: Array) -> Float[Array, "b n t s"]:
-    """log (sum_j e^{a_j + b_j} / m), whatever the other keys.
-
-    The maxima over the features of each query and of each key are taken out. Pairs whose sum
-    underflows all the same are computed again in logarithms, key by key.
-    """
-    nu, mu = (
-        jax.lax.stop_gradient(finite(jnp.max(x, axis=-1, keepdims=True)))
-        for x in (query_exponents, key_exponents)
-    )
-    features = jnp.exp(query_exponents - nu), jnp.exp(key_exponents - mu)
-    sums = jnp.einsum("bntm,bnsm->bnts", *features, precision="highest")
-    largest = jnp.swapaxes(mu, -1, -2)
-    exists = jnp.any(key_exponents > -jnp.inf, axis=-1)[..., None, :]  # not a weight of -inf
-    lost = exists & (sums < LOST)
-    kernel = jnp.where(exists, jnp.log(jnp.maximum(sums, LOST)) + nu + largest, -jnp.inf)
-
-    def again(kernel):
-        @partial(jax.checkpoint, prevent_cse=False)
-        def of_key(exponents):  # (b, n, m)
-            return jax.nn.logsumexp(query_exponents + exponents[..., None, :], axis=-1)
-
-        every = jax.lax.map(of_key, jnp.moveaxis(key_exponents, -2, 0))  # (s, b, n, t)
-        return jnp.where(lost, jnp.moveaxis(every, 0, -1), kernel)
-
-    kernel = jax.lax.cond(anywhere(lost), again, lambda kernel: kernel, kernel)
-    return kernel - math.log(key_exponents.shape[-1])
-
-
-def _rows(
-    log_kernel: Float[Array, "b n t s"],
-    query: Float[Array, "b t n h"],
-    key: Float[Array, "b s n h"],
-    exact: Exact,
-    sample: Sample,
-    is_causal: bool,
-) -> Float[Array, "b n t s"]:
-    """Rows of A^ in which exact pairs have q.k in the place of the logarithm of their kernel."""
-    pairs, (b, n, t, s) = sample.pairs(is_causal), log_kernel.shape
-    # The weight of a key: a sum over all queries, and the query heads of a key head.
-    exists, heads = sample.keys[:, None, None], sample.key.shape[2]
-    features_alone = jax.lax.stop_gradient(jnp.where(exists, log_kernel, -jnp.inf))
-    weights = jnp.sum(jax.nn.softmax(features_alone, where=exists), axis=2)
-    weights = jnp.sum(weights.reshape(b, heads, -1, s), axis=2)
-    rank = jnp.argsort(jnp.argsort(-weights, axis=-1), axis=-1).astype(jnp.int32)
-    is_heavy = jnp.repeat(rank < exact.keys, n // heads, axis=1)[:, :, None]
-    is_row = (jnp.arange(t, dtype=jnp.int32) < exact.rows)[None, None, :, None]
-    near = sample.near(exact) | is_heavy | is_row
-    logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
-    logits = jnp.where(pairs, jnp.where(near, logits, log_kernel), -jnp.inf)
-    return jax.nn.softmax(logits, where=pairs)
+    return replace(far.features(exact), calibration=calibration)
 
 
 def calibrated_far(
@@ -387,9 +256,9 @@ def divergence(estimate: Array, exact: Array, pairs: Bool[Array, "b 1 t s"]) -> 
     return jnp.sum(exact * (jnp.log(exact) - jnp.log(estimate)), (0, 2, 3)) / jnp.maximum(rows, 1)
 
 
-@partial(jax.jit, static_argnames=("estimate", "steps", "is_causal", "examples"))
+@partial(jax.jit, static_argnames=("features_of", "steps", "is_causal", "examples"))
 def transfer(
-    estimate: Callable[..., Float[Array, "b n t s"]],
+    features_of: Callable[..., Features],
     start: Parameters,
     fixed: Any,
     sample: Sample,
@@ -402,8 +271,8 @@ def transfer(
     """Parameters with a lower divergence than `start`, on examples that they have not seen.
 
     Args:
-        estimate: (parameters, fixed, sample, is_causal) -> A^, a function of a module: it is
-            compiled once for all layers of a shape.
+        features_of: (parameters, fixed) -> features, a function of a module: it is compiled once
+            for all layers of a shape.
         start: pytree of arrays whose first axis is that of the key heads.
         fixed: pytree of arrays that stay.
         sample: of the layer, its first axis the examples; one of eight is held out.
@@ -418,7 +287,7 @@ def transfer(
     Example:
         >>> frequencies = couplings.draw(random_key, "orf-antithetic", 8, 64, 12)
         >>> refined = transfer(
-        ...     positive_estimate, frequencies, (None, Exact()), Sample.of(q, k), steps=2
+        ...     positive_features, frequencies, (None, Exact()), Sample.of(q, k), steps=2
         ... )
     """
     positive_integer("steps", steps)
@@ -427,13 +296,15 @@ def transfer(
     rounds = -(-steps // length)
     shares = (1 + np.cos(np.pi * np.arange(rounds * length) / (rounds * length))) / 2
     rates = rate * jnp.asarray(shares.reshape(rounds, length), jnp.float32)
-    mean_losses = partial(_mean_losses, estimate, divergence, is_causal, fixed, held_out, examples)
+    mean_losses = partial(
+        _mean_losses, features_of, divergence, is_causal, fixed, held_out, examples
+    )
 
     def step(carry, xs):
         (trained, state), (key, rate) = carry, xs
         chosen = jax.random.choice(key, len(training.query), (size,), replace=False)
         batch = _chosen(training, chosen)
-        losses = partial(_losses, estimate, divergence, is_causal, fixed, batch)
+        losses = partial(_losses, features_of, divergence, is_causal, fixed, batch)
         gradient = jax.grad(lambda trained: jnp.sum(losses(trained)))(trained)
         updates, state = ADAM.update(gradient, state)
         trained = jax.tree.map(lambda x, y: x - rate.astype(x.dtype) * y, trained, updates)
@@ -502,30 +373,23 @@ def refine_far(
     """
     fixed = calibration, traced(exact)
     options |= dict(steps=steps, is_causal=is_causal)
-    moved = transfer(learned_estimate, far, fixed, sample, **options)
-    moved = at_least_near(learned_estimate, moved, fixed, sample, is_causal)
+    moved = transfer(learned_features, far, fixed, sample, **options)
+    moved = at_least_near(moved, fixed, sample, is_causal)
     return absorbed(moved, calibration or Calibration())
 
 
-@partial(jax.jit, static_argnums=(0, 4))
-def at_least_near(
-    estimate: Callable[..., Float[Array, "b n t s"]],
-    far: Far,
-    fixed: Fixed,
-    sample: Sample,
-    is_causal: bool = False,
-) -> Far:
+@partial(jax.jit, static_argnums=3)
+def at_least_near(far: Far, fixed: Fixed, sample: Sample, is_causal: bool = False) -> Far:
     """Set the weight -inf for heads whose held-out squared error it does not raise.
 
     Heads keep their features where a query has no near pair: its row would have no pair at all.
     """
     _, held_out = parted(sample)
-    alone = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
-    errors = [
-        _mean_losses(estimate, squared, is_causal, fixed, held_out, 1, each)
-        for each in (far, alone)
-    ]
-    kept = (errors[0] < errors[1]) | jnp.isnan(errors[1]) | (fixed[1].window == 0)
+    pairs = held_out.pairs(is_causal)
+    alone = jnp.any(pairs, axis=-1) & ~jnp.any(pairs & held_out.near(fixed[1]), axis=-1)
+    window_only = far._replace(weight=jnp.full_like(far.weight, -jnp.inf))
+    losses = partial(_mean_losses, learned_features, squared, is_causal, fixed, held_out, 1)
+    kept = (losses(far) < losses(window_only)) | jnp.any(alone)
     return far._replace(weight=jnp.where(kept, far.weight, -jnp.inf))
 
 
@@ -548,33 +412,34 @@ def refined(features: Features, sample: Sample, *, steps: int, is_causal: bool =
         >>> features = Features.draw(random_key, "orf-antithetic", 8, 64, 12).calibrated(q, k)
         >>> features = refined(features, Sample.of(q, k), steps=2)
     """
-    w = features.frequencies
-    if w is None or not features.map.exponential or features.weights is not None:
+    w, others = features.frequencies, ("weights", "query_frequencies")
+    given = [name for name in others if getattr(features, name) is not None]
+    if w is None or not features.map.exponential or given:
         raise ValueError(
-            "refinement moves the frequencies of positive features without weights, got"
+            "refinement moves the frequencies of positive features alone, got"
             f" feature_map={features.map}, {'no' if w is None else 'given'} frequencies and"
-            f" {'no' if features.weights is None else 'given'} weights"
+            f" {' and '.join(given) or 'no weights'}; `refine_far` moves learned features"
         )
     w = jnp.broadcast_to(w, (sample.key.shape[2], *w.shape[-2:]))
     fixed = features.calibration, traced(features.exact)
     how: Any = dict(steps=steps, is_causal=is_causal)
-    return replace(features, frequencies=transfer(positive_estimate, w, fixed, sample, **how))
+    return replace(features, frequencies=transfer(positive_features, w, fixed, sample, **how))
 
 
-def _losses(estimate, loss, is_causal, fixed, sample: Sample, trained) -> Float[Array, " k"]:
-    exact = softmax_attention(sample, is_causal)
-    losses = loss(estimate(trained, fixed, sample, is_causal), exact, sample.pairs(is_causal))
+def _losses(features_of, loss, is_causal, fixed, sample: Sample, trained) -> Float[Array, " k"]:
+    exact, features = softmax_attention(sample, is_causal), features_of(trained, fixed)
+    losses = loss(estimate(features, sample, is_causal), exact, sample.pairs(is_causal))
     return jnp.mean(losses.reshape(sample.key.shape[2], -1), axis=-1)
 
 
 def _mean_losses(
-    estimate, loss, is_causal, fixed, sample: Sample, examples: int, trained
+    features_of, loss, is_causal, fixed, sample: Sample, examples: int, trained
 ) -> Float[Array, " k"]:
     """The mean over batches of as many examples as a step has; the rest is left out."""
     size = _size(sample, examples)
     count = len(sample.query) // size
     batches = jax.tree.map(lambda x: x[: count * size].reshape(count, size, *x.shape[1:]), sample)
-    losses = partial(_losses, estimate, loss, is_causal, fixed)
+    losses = partial(_losses, features_of, loss, is_causal, fixed)
     return jnp.mean(jax.lax.map(lambda batch: losses(batch, trained), batches), axis=0)
 
 

@@ -28,6 +28,7 @@ both at once. The modules, in the order in which a call meets them:
     exact       near, first and heavy keys, and first queries, exactly
     decay       relative positions: weights of pairs by distance
     parallel    sequences sharded over devices
+    matrix      the estimated matrix, pair by pair: the one definition of the estimate
     sizes       tokens of chunks and blocks, by platform
     kernels     kernels for TPU and GPU, in the place of all sums
     calibration, refinement   what lowers the error

@@ -87,7 +87,7 @@ def _transformed(query: Array, key: Array, features: Features, plan: Plan):
     w_key = frequencies.astype(wide)
     given = features.query_frequencies
     w_query = w_key if given is None else given.astype(wide)
-    feature_bias = None if features.weights is None else _logarithm(features.weights.astype(wide))
+    feature_bias = None if features.weights is None else logarithm(features.weights.astype(wide))
     if plan.absolute:
         m, weight = w_key.shape[-2], features.map.weight
         even = jnp.full(m, math.log(weight / m), wide)
@@ -205,7 +205,7 @@ def along(query: Float[Array, "*b h"], shift: Float[Array, "*k h"], scale: float
     return scale**0.5 * jnp.sum(query.astype(shift.dtype) * shift, axis=-1, keepdims=True)
 
 
-def _logarithm(weights: Array) -> Array:
+def logarithm(weights: Array) -> Array:
     """log of weights that may be 0, where its gradient is finite."""
     positive = weights > 0
     return jnp.where(positive, jnp.log(jnp.where(positive, weights, 1.0)), -jnp.inf)

@@ -35,6 +35,7 @@ from performer.attention.exact import (
 from performer.attention.exact import stream as stream_of_window
 from performer.attention.kernels import parts, which
 from performer.attention.maps import Arguments, arguments, feature_maps
+from performer.attention.matrix import attention_matrix
 from performer.attention.parallel import earlier_devices, over_devices
 from performer.attention.state import (
     Keys,
@@ -279,11 +280,13 @@ def attention_weights(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
     features: Features | Float[Array, "*n m h"],
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Float[Array, "*b n t s"]:
-    """Return the estimated attention matrix: `performer_attention` of unit values.
+    """Return the estimated attention matrix A^, so that `performer_attention` is A^ v.
 
-    Time and memory are quadratic. `options` and errors as in `performer_attention`.
+    Time and memory are quadratic. It is computed pair by pair (`performer.attention.matrix`), in
+    float32, or float64 if `query` or `key` is, whatever the implementation. `options` and errors as
+    in `performer_attention`.
 
     Raises:
         ValueError: for `axis_name`: the columns are the keys of this call.
@@ -293,10 +296,15 @@ def attention_weights(
             "attention_weights has no axis_name: its columns are the keys of this call; use"
             " performer_attention"
         )
-    unit = jnp.eye(key.shape[-3], dtype=float32_or_wider(query, key))[:, None]
-    value = jnp.broadcast_to(unit, (*key.shape[:-1], key.shape[-3]))
-    output = performer_attention(query, key, value, features, **options)
-    return jnp.moveaxis(output, -2, -3)  # (b, t, n, s) -> (b, n, t, s)
+    given: Any = dict(bias=None, is_causal=False, scale=None, implementation=None) | options
+    lead, tokens, features, pairs, call = _prepared(Tokens(query, key, key), features, **given)
+    weights = _weights(call.scale, *tokens[:2], replace(features, coupling=None), pairs)
+    return weights.reshape(*lead, *weights.shape[1:])
+
+
+@partial(jax.jit, static_argnums=0)
+def _weights(scale: float, query: Array, key: Array, features: Features, pairs: Pairs) -> Array:
+    return attention_matrix(query, key, features, pairs, scale)
 
 
 def explain(

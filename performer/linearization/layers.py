@@ -12,7 +12,7 @@ from performer.attention.values import Exact, Features
 from performer.calibration import Moments
 from performer.linearization.outputs import Outputs
 from performer.linearization.program import Named
-from performer.refinement import Sample, performer_estimate, row_squares, softmax_attention
+from performer.refinement import Sample, estimate, row_squares, softmax_attention
 
 
 class Layer(NamedTuple):
@@ -113,10 +113,10 @@ def head_errors(sample: Sample, attention: Features, is_causal: bool = False) ->
         exact, pairs = softmax_attention(one, is_causal), one.pairs(is_causal)
         allowed = pairs.astype(exact.dtype)
         uniform = allowed / jnp.maximum(jnp.sum(allowed, axis=-1, keepdims=True), 1)
-        estimate = performer_estimate(attention, one, is_causal)
-        near = performer_estimate(alone, one, is_causal) if window else uniform * jnp.nan
+        estimated = estimate(attention, one, is_causal)
+        near = estimate(alone, one, is_causal) if window else uniform * jnp.nan
         entropy = -jnp.sum(exact * jnp.log(jnp.where(exact > 0, exact, 1)), (0, 2, 3))
-        changes = (estimate - exact, near - exact, uniform - exact, exact)
+        changes = (estimated - exact, near - exact, uniform - exact, exact)
         rows = [row_squares(x, pairs)[0] for x in changes]  # (n, t) each
         error, near_error, uniform_error, size = (jnp.sum(x, axis=1) for x in rows)
         first = rows[0][:, 0], rows[-1][:, 0]

@@ -29,8 +29,9 @@ from performer.refinement import (
     Far,
     Sample,
     calibrated_far,
-    learned_estimate,
-    positive_estimate,
+    estimate,
+    learned_features,
+    positive_features,
     refine_far,
     row_squares,
     softmax_attention,
@@ -273,7 +274,7 @@ def _calibrated(key: PRNGKeyArray, layer: Layer, recipe: Recipe, options: Option
             given = options.calibration, options.coupling, exact.mixed
             fitted = calibrations.fit(moments, *given)
     fixed = fitted, traced(exact)
-    errors = _errors(positive_estimate, w, fixed, layer.held_out, layer.is_causal)
+    errors = _errors(positive_features, w, fixed, layer.held_out, layer.is_causal)
     return Drawn(
         recipe, [Features(w, fitted, coupling=options.coupling, exact=exact)], *map(float, errors)
     )
@@ -281,14 +282,18 @@ def _calibrated(key: PRNGKeyArray, layer: Layer, recipe: Recipe, options: Option
 
 @partial(jax.jit, static_argnums=(0, 4))
 def _errors(
-    estimate: Callable[..., Array], parameters: Any, fixed: Any, sample: Sample, is_causal: bool
+    features_of: Callable[..., Features],
+    parameters: Any,
+    fixed: Any,
+    sample: Sample,
+    is_causal: bool,
 ) -> tuple[Array, Array]:
     """The attention error of all rows and of the first row, means over heads."""
 
     def sums(example):
         one = jax.tree.map(lambda x: x[None], example)
         exact, pairs = softmax_attention(one, is_causal), one.pairs(is_causal)
-        change = estimate(parameters, fixed, one, is_causal) - exact
+        change = estimate(features_of(parameters, fixed), one, is_causal) - exact
         rows = jnp.stack([row_squares(x, pairs)[0] for x in (change, exact)])  # (2, n, t)
         return jnp.sum(rows, axis=2), rows[..., 0]
 
@@ -301,16 +306,16 @@ def _refined(drawn: Drawn, layer: Layer, sample: Sample, options: Options) -> Dr
     (linear,), exact, is_causal = drawn.ways, drawn.recipe.exact, layer.is_causal
     w, fixed = linear.frequencies, (linear.calibration, traced(exact))
     how: Any = dict(steps=options.refine_steps, is_causal=is_causal)
-    moved = transfer(positive_estimate, w, fixed, sample, **how)
+    moved = transfer(positive_features, w, fixed, sample, **how)
     ways = [replace(linear, frequencies=moved)]
-    errors = [_errors(positive_estimate, moved, fixed, layer.held_out, is_causal)[0]]
+    errors = [_errors(positive_features, moved, fixed, layer.held_out, is_causal)[0]]
     if exact.window and w is not None:
         kind: Any = dict(method=options.calibration, coupling=options.coupling)
         start, fitted = calibrated_far(w, exact, sample, is_causal=is_causal, **kind)
         far = refine_far(Far.of(START * start.w_key), fitted, exact, sample, **how)
         ways.append(far.features(exact))
         errors.append(
-            _errors(learned_estimate, far, (None, traced(exact)), layer.held_out, is_causal)[0]
+            _errors(learned_features, far, (None, traced(exact)), layer.held_out, is_causal)[0]
         )
     return Drawn(drawn.recipe, ways, min(map(float, errors)))
 

@@ -11,9 +11,9 @@ from scipy.special import logsumexp, softmax
 
 from performer import Exact, Features, analysis, couplings
 from performer.analysis import attention_error, recommend
-from performer.attention import attention_weights
 from performer.calibration import Calibration
 from performer.testing import softmax_attention
+from tests.support.attention_inputs import matrix_of_op
 
 T, S, N, K, H, V, M, DRAWS = 10, 12, 4, 2, 4, 3, 6, 8
 
@@ -210,7 +210,7 @@ def test_a_window_without_features():
     window = Exact(window=1)
     error = attention_error(query, key, value, num_features=0, draws=3, exact=window, mask=mask)
     alone = Features(None, exact=window)
-    estimate = np.asarray(attention_weights(query, key, alone, mask=mask), np.float64)
+    estimate = np.asarray(matrix_of_op(query, key, alone, mask=mask), np.float64)
     assert not estimate[:, :, 0].any()
     repeated = np.repeat(np.asarray(key, np.float64), N // K, axis=-2)
     kernel = mask * np.exp(np.einsum("bthx,bshx->bhts", repeated, repeated) / H**0.5)
@@ -227,7 +227,7 @@ def test_left_padding_is_no_first_key():
     near = Exact(window=1, first=1)
     error = attention_error(query, key, value, num_features=0, draws=3, exact=near, mask=mask)
     alone = Features(None, exact=near)
-    estimate = np.asarray(attention_weights(query, key, alone, mask=mask), np.float64)
+    estimate = np.asarray(matrix_of_op(query, key, alone, mask=mask), np.float64)
     assert estimate[..., 2].all()
     unit = np.broadcast_to(np.eye(S)[:, None], (len(key), S, K, S))
     A = np.moveaxis(softmax_attention(query, key, unit, mask=mask), 2, 1)
@@ -261,7 +261,7 @@ def test_an_exact_window_is_that_of_the_package():
 
         def measure(w, fitted=calibration, near=near, is_causal=is_causal):
             features = Features(w, fitted, exact=near)
-            return attention_weights(query, key, features, is_causal=is_causal)
+            return matrix_of_op(query, key, features, is_causal=is_causal)
 
         measured = jax.jit(jax.vmap(measure))(documented_draws(gaussian))
         want = np.mean(np.sum((measured - A) ** 2, (-2, -1)), axis=0)
@@ -315,7 +315,7 @@ def test_blocks_of_rows(monkeypatch):
     of_near = attention_error(*near, **options, exact=Exact(2), is_causal=True)
     function = analysis._measure.__wrapped__
     monkeypatch.setattr(
-        analysis, "_measure", jax.jit(lambda *args: function(*args), static_argnums=(8, 9))
+        analysis, "_measure", jax.jit(lambda *args: function(*args), static_argnums=(5, 6))
     )
     monkeypatch.setattr(analysis, "BLOCK", 4)
     assert_same(whole, attention_error(*inputs(), **options))
@@ -375,8 +375,9 @@ def test_memory_at_4096():
     token = jax.ShapeDtypeStruct((1, 4096, 1, 64), jnp.float32)
     exists = jax.ShapeDtypeStruct((1, 4096), bool)
     w = jax.ShapeDtypeStruct((32, 1, 128, 64), jnp.float32)
-    rest = Calibration(), w, np.zeros(128, np.float32), None, False, False
-    compiled = analysis._measure.lower(token, token, token, exists, *rest).compile()
+    features = Features(None, weights=np.full(128, 1 / 128, np.float32))
+    measure = jax.jit(lambda *given: analysis._measure(*given, features, None))
+    compiled = measure.lower((token,) * 3, exists, w).compile()
     # 5.6 blocks of rows were measured; all rows at once are 16 blocks.
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * analysis.BLOCK * 4096 * 4
 

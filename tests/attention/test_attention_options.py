@@ -11,6 +11,7 @@ import inspect
 import itertools
 import os
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,20 @@ import pytest
 from flax import nnx
 
 from performer import Bias, Exact, Features, features, performer_attention
-from performer.attention import State, refusals, sizes, stream
+from performer.attention import State, attention_weights, refusals, sizes, stream
 from performer.attention.values import Call
 from performer.calibration import Calibration, calibrate, pair_moments, parts
 from performer.nnx import PerformerAttention
 from performer.testing import reference
 from tests.support import oracles
-from tests.support.attention_inputs import OF_FEATURES, feature_map, oracle, ours, ours_streamed
+from tests.support.attention_inputs import (
+    OF_FEATURES,
+    by_keywords,
+    feature_map,
+    oracle,
+    ours,
+    ours_streamed,
+)
 from tests.support.covering import covering_array, random_row
 from tests.support.tiers import tiers
 
@@ -368,17 +376,30 @@ def state_of(case, size, arrays, key, value):
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11}
 
 
-def off(case, size, rng):
+def product(query, key, value, features, **options):
+    """Attention by its matrix; values of keys that do not exist may be NaN."""
+    weights = attention_weights(query, key, features, **options)
+    value = jnp.nan_to_num(value)
+    *lead, n, t, s = weights.shape
+    weights = weights.astype(value.dtype).reshape(*lead, value.shape[-2], -1, t, s)
+    rows = jnp.einsum("...kgts,...skv->...tkgv", weights, value, precision="highest")
+    return rows.reshape(*lead, t, n, value.shape[-1])
+
+
+by_matrix = partial(by_keywords, product)
+
+
+def off(case, size, rng, attend=ours):
     """How far attention is from the oracle, over what the dtype explains: below 1.
 
     Under strict promotion; float64 tokens stand beside frequencies and options in float32.
     """
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with jax.enable_x64(case["dtype"] == "float64"), strict[0], strict[1]:
-        return _off(case, size, rng)
+        return _off(case, size, rng, attend)
 
 
-def _off(case, size, rng):
+def _off(case, size, rng, attend):
     arrays = arrays_of(case, size, rng)
     unit = UNITS.get(case["dtype"], 2.0**-8)
     if case["implementation"] == "blocked" and case["exact"].window:
@@ -412,7 +433,7 @@ def _off(case, size, rng):
         static["return_residual"] = True
 
     def run_with(traced):
-        return run(case["run"], size, closed | traced, static, has_state)
+        return run(case["run"], size, closed | traced, static, has_state, attend)
 
     blocks = {"blocked": size.block, "robust": size.block}.get(case["implementation"])
     with pytest.MonkeyPatch.context() as patch:
@@ -446,16 +467,16 @@ TOKENS = {"query": -3, "key": -3, "value": -3, "mask": -1, "decay": -2}
 """The axis of the tokens."""
 
 
-def run(how, size, arguments, static, has_state):
+def run(how, size, arguments, static, has_state, attend):
     """Attention of the whole sequence, of pieces with their state, or on two devices."""
 
-    def call(arguments, function=ours, **more):
+    def call(arguments, function=attend, **more):
         arguments = dict(arguments)
         tokens = [arguments.pop(name) for name in ("query", "key", "value", "frequencies")]
         return function(*tokens, **arguments, **static | more)
 
     if how == "whole":
-        return call(arguments, ours_streamed if has_state else ours)
+        return call(arguments, ours_streamed if has_state else attend)
     axes = {name: x.ndim + TOKENS[name] for name, x in arguments.items() if name in TOKENS}
     if "keys" in arguments:
         axes["keys"] = 0 if arguments["keys"].ndim == 1 else len(size.lead)
@@ -549,10 +570,19 @@ def test_options(number, eight_devices):
     assert off(case, sizes_of(case), np.random.default_rng(number)) < FAR, case
 
 
+@pytest.mark.parametrize("number", tiers(range(len(CASES)), range(0, 60, 5)))
+def test_the_matrix_makes_the_output(number):
+    """`attention_weights` with all options, but states, residuals and pieces."""
+    whole = dict(run="whole", state="none", streams=False, return_residual=False)
+    case = CASES[number] | whole
+    assert off(case, sizes_of(case), np.random.default_rng(number), by_matrix) < FAR, case
+
+
 @pytest.mark.parametrize("name", tiers(EXACT, ["calibrated", "masked"]))
 def test_exact_keys_and_rows(name, eight_devices):
     case = PLAIN | EXACT[name]
-    assert off(case, sizes_of(case), np.random.default_rng(0)) < FAR
+    for attend in (ours, by_matrix):
+        assert off(case, sizes_of(case), np.random.default_rng(0), attend) < FAR
 
 
 # Calibration

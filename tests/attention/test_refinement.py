@@ -1,6 +1,7 @@
 """Attention transfer: its losses, what it holds out, and that it helps where it was not trained."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from performer import calibration, couplings
-from performer.attention import Exact, Features, attention_weights
+from performer.attention import Exact, Features
 from performer.refinement import (
     START,
     Far,
@@ -16,22 +17,24 @@ from performer.refinement import (
     absorbed,
     calibrated_far,
     divergence,
-    learned_estimate,
+    estimate,
+    learned_features,
     parted,
-    performer_estimate,
-    positive_estimate,
+    positive_features,
     refine_far,
     softmax_attention,
     squared,
     transfer,
 )
-from performer.testing import reference_attention
+from tests.support.attention_inputs import matrix_of_op
 from tests.support.tiers import tiers
 
 STRETCH = np.array([2.0, 1.5, 0.1, 0.1])
 
 
-ESTIMATE = jax.jit(learned_estimate, static_argnums=3)
+@partial(jax.jit, static_argnums=3)
+def rows_of_far(far, fixed, of, is_causal=False):
+    return estimate(learned_features(far, fixed), of, is_causal)
 
 
 def sample(number, seed=0, is_padded=False):
@@ -51,11 +54,11 @@ def test_the_losses_are_those_of_the_equations(is_causal):
     @jax.jit
     def computed(of):
         exact = softmax_attention(of, is_causal)
-        estimate = performer_estimate(Features(frequencies), of, is_causal)
-        losses = [loss(estimate, exact, pairs) for loss in (squared, divergence)]
-        return exact, estimate, *losses
+        rows = estimate(Features(frequencies), of, is_causal)
+        losses = [loss(rows, exact, pairs) for loss in (squared, divergence)]
+        return exact, rows, *losses
 
-    exact, estimate, square, entropy = map(np.asarray, computed(of))
+    exact, estimated, square, entropy = map(np.asarray, computed(of))
     of = jax.tree.map(np.asarray, of)
     squares, sizes, divergences, rows = np.zeros(2), np.zeros(2), np.zeros(2), 0
     for b, i in np.argwhere(np.asarray(of.queries)):
@@ -67,7 +70,7 @@ def test_the_losses_are_those_of_the_equations(is_causal):
             row /= row.sum()
             np.testing.assert_allclose(exact[b, head, i, seen], row, rtol=1e-5)
             assert not exact[b, head, i, ~seen].any()
-            other = estimate[b, head, i, seen].astype(float)
+            other = estimated[b, head, i, seen].astype(float)
             squares[head] += ((other - row) ** 2).sum()
             sizes[head] += (row**2).sum()
             divergences[head] += (row * np.log(row / other)).sum()
@@ -103,11 +106,11 @@ def test_refining_lowers_the_error():
     fitted = calibration.calibrate(*seen[:2])
     frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
     fixed = fitted, Exact()
-    refined = transfer(positive_estimate, frequencies, fixed, seen, steps=100)
+    refined = transfer(positive_features, frequencies, fixed, seen, steps=100)
 
     def error(frequencies):
-        estimate = performer_estimate(Features(frequencies, fitted), unseen)
-        return squared(estimate, softmax_attention(unseen), unseen.pairs(False))
+        rows = estimate(Features(frequencies, fitted), unseen)
+        return squared(rows, softmax_attention(unseen), unseen.pairs(False))
 
     assert np.all(error(refined) < 0.7 * error(frequencies))
 
@@ -116,7 +119,7 @@ def test_what_gets_worse_where_it_is_held_out_is_not_kept():
     """At a rate at which everything gets worse, all stays as it was, bit for bit."""
     frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
     options = dict(steps=40, rate=1e3)
-    refined = transfer(positive_estimate, frequencies, (None, Exact()), sample(16), **options)
+    refined = transfer(positive_features, frequencies, (None, Exact()), sample(16), **options)
     np.testing.assert_array_equal(refined, frequencies)
 
 
@@ -136,7 +139,7 @@ def test_a_hybrid_in_numpy(window, first, is_causal):
     of = sample(2, is_padded=True)._replace(query=query)
     shift = jax.random.normal(jax.random.key(4), (2, 4))
     fixed = calibration.Calibration(shift=shift), Exact(window, first)
-    got = np.asarray(ESTIMATE(FAR, fixed, of, is_causal))
+    got = np.asarray(rows_of_far(FAR, fixed, of, is_causal))
     w, u, bias, weight = (np.asarray(x, np.float64) for x in FAR)
     for b, n, i in np.argwhere(np.broadcast_to(of.queries[:, None], (2, 4, 9))):
         head, row = n // 2, np.zeros(9)
@@ -159,45 +162,10 @@ def test_the_operator_makes_the_same_rows(window, method):
     of, fitted = sample(2), None
     if method != "none":
         fitted = calibration.calibrate(of.query, of.key, method=method)
-    got = attention_weights(
-        of.query,
-        of.key,
-        replace(FAR.features(Exact(window)), calibration=fitted),
-        is_causal=True,
-    )
-    want = ESTIMATE(FAR, (fitted, Exact(window)), of, True)
+    features = replace(FAR.features(Exact(window)), calibration=fitted)
+    got = matrix_of_op(*of[:2], features, is_causal=True)
+    want = rows_of_far(FAR, (fitted, Exact(window)), of, True)
     np.testing.assert_allclose(got, want, atol=2e-6)
-
-
-PACKED = jnp.array([[5, 5, 1, 1, 1, 5, 1, 1, 5]] * 2)
-
-
-@pytest.mark.parametrize(
-    ("exact", "is_causal", "segments"),
-    tiers(
-        [
-            (Exact(keys=2, rows=1), False, None),
-            (Exact(window=2, first=1), True, PACKED),
-            (Exact(), True, None),
-            (Exact(window=2, first=1, keys=2), False, None),
-            (Exact(window=2), False, PACKED),
-        ],
-        2,
-    ),
-)
-@pytest.mark.parametrize("method", tiers(["full", "none", "shift+scale", "proposal"], 1))
-def test_the_matrix_of_positive_features_is_the_operators(exact, is_causal, segments, method):
-    """With grouped heads, padding, and segments whose lengths the window does not divide."""
-    query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
-    of, fitted = sample(2, is_padded=True)._replace(query=query, segments=segments), None
-    frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
-    if method != "none":
-        given = dict(method=method, is_causal=is_causal, mixed=any(exact))
-        fitted = calibration.calibrate(of.query, of.key, **given)
-    want = performer_estimate(Features(frequencies, fitted, exact=exact), of, is_causal)
-    got = positive_estimate(frequencies, (fitted, exact), of, is_causal)
-    pairs = of.pairs(is_causal)
-    np.testing.assert_allclose(jnp.where(pairs, got, 0), jnp.where(pairs, want, 0), atol=3e-6)
 
 
 def test_refining_what_is_far():
@@ -213,8 +181,8 @@ def test_refining_what_is_far():
     refined = refine_far(far, fitted, window, seen, steps=100, is_causal=True)
 
     def error(far, fitted=None):
-        estimate = ESTIMATE(far, (fitted, window), unseen, True)
-        return divergence(estimate, softmax_attention(unseen, True), unseen.pairs(True))
+        rows = rows_of_far(far, (fitted, window), unseen, True)
+        return divergence(rows, softmax_attention(unseen, True), unseen.pairs(True))
 
     nothing = far._replace(weight=jnp.full(2, -jnp.inf))
     assert np.all(error(refined) < 0.3 * error(nothing))
@@ -247,8 +215,8 @@ def test_a_calibration_absorbed_by_the_features():
     query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
     of, window = sample(2)._replace(query=query), Exact(2, 1)
     fitted = calibration.calibrate(of.query, of.key + 1, method="shift+scale")
-    want = ESTIMATE(FAR, (fitted, window), of)
-    got = ESTIMATE(absorbed(FAR, fitted), (None, window), of)
+    want = rows_of_far(FAR, (fitted, window), of)
+    got = rows_of_far(absorbed(FAR, fitted), (None, window), of)
     np.testing.assert_allclose(got, want, atol=3e-6)
 
 
@@ -257,28 +225,6 @@ def test_near_pairs_of_packed_sequences():
     segments = jnp.array([[3, 3, 1, 1, 3, 1, 3, 3, 3]])
     of = sample(1)._replace(segments=segments)
     window = Exact(2, 1)
-    got = ESTIMATE(FAR._replace(weight=jnp.full(2, -jnp.inf)), (None, window), of)
-    want = attention_weights(*of[:2], Features(None, exact=window), segment_ids=segments)
+    got = rows_of_far(FAR._replace(weight=jnp.full(2, -jnp.inf)), (None, window), of)
+    want = matrix_of_op(*of[:2], Features(None, exact=window), segment_ids=segments)
     np.testing.assert_allclose(got, want, atol=2e-6)
-
-
-@pytest.mark.parametrize("exact", [Exact(), Exact(window=4, first=1)])
-@pytest.mark.parametrize("norm", [1.0, 20.0, 50.0])
-def test_the_matrix_of_any_norm_is_that_of_the_equations(norm, exact):
-    """Kernels of long keys, far below the kernels of later short keys, are not floored.
-
-    The limit is ten times the largest difference, which exponents of 3,000 have in float32.
-    """
-    rng = np.random.default_rng(0)
-    query, key = rng.normal(size=(2, 2, 24, 2, 8))
-    query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
-    query, key = norm * 8**0.25 * query, norm * 8**0.25 * key * np.linspace(1, 0, 24)[:, None, None]
-    of = Sample.of(*(jnp.asarray(x, jnp.float32) for x in (query, key)))
-    fitted = calibration.calibrate(of.query, of.key, is_causal=True, mixed=any(exact))
-    fitted = fitted._replace(shift=fitted.shift + 3.0)
-    frequencies = couplings.draw(jax.random.key(1), "orf", 16, 8, 2)
-    got = positive_estimate(frequencies, (fitted, exact), of, True)
-    unit = np.broadcast_to(np.eye(24)[:, None], (2, 24, 2, 24))
-    features = Features(frequencies, fitted, exact=exact)
-    want = reference_attention(of.query, of.key, unit, features, is_causal=True)
-    np.testing.assert_allclose(got, np.moveaxis(want, 2, 1), atol=5e-4)

@@ -63,7 +63,7 @@ def of_analysis():
     Q, K = ones(2, 10, 4, 4), ones(2, 12, 2, 4)
     measured = call(raw(analysis.attention_error), query=Q, key=K, coupling="orf", num_features=6)
     recommended = call(raw(analysis.recommend), Q, K, coupling="orf")
-    transfer = call(raw(refinement.transfer), refinement.positive_estimate, None, None, None)
+    transfer = call(raw(refinement.transfer), refinement.positive_features, None, None, None)
     moments = raw(calibration.pair_moments)
     calibrated = call(calibration.calibrate, Q, K, coupling="orf")
     fitted = calibration.Calibration(shift=ones(2, 4))

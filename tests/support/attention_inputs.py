@@ -103,6 +103,13 @@ ours_streamed = partial(by_keywords, stream)
 oracle = partial(by_keywords, reference_attention)
 
 
+def matrix_of_op(query, key, features, **options):
+    """A^ as the outputs of `performer_attention` for unit values, without `attention.matrix`."""
+    (*lead, s, k, _), unit = key.shape, jnp.eye(key.shape[-3])[:, None]
+    unit = jnp.broadcast_to(unit, (*lead, s, k, s))
+    return jnp.moveaxis(performer_attention(query, key, unit, features, **options), -2, -3)
+
+
 SLOPES = np.array([0.5, 0.3, 0.0, 2.0], np.float32)
 """Of ALiBi, one for each of the four heads."""
 
