@@ -459,7 +459,7 @@ def _measure(
             places = jnp.tile(place, (n // k, 1))
             log_kernel = partial(_log_kernel, replace(features, calibration=calibration), keys)
             w, chosen = frequencies[:, head], None
-            if chooses:
+            if chooses and exact is not None:
                 weigh = partial(_heaviest, log_kernel, keys, exact, queries, places < t)
                 chosen = jax.lax.map(weigh, w)
             block = partial(_block, log_kernel, keys, (w, chosen), exact, t, is_causal)

@@ -13,7 +13,7 @@ those with much larger kernels.
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,9 @@ def attention_matrix(
         sums = column_sums(Logs(jnp.where(seen_keys(x), logs.size + weights, -jnp.inf), logs.sign))
         chosen |= heaviest(sums, heads, exact.keys)[:, :, None]
         logs = with_exact(logs, logits(x, scale), chosen)
-    bias = weights if pairs.log_decay is None else weights + _fading(pairs, x)
+    bias = weights
+    if pairs.log_decay is not None:
+        bias = bias + _fading(pairs.log_decay, pairs.segments, x.query.shape[2])
     return normalised(Logs(jnp.where(seen, logs.size + bias, -jnp.inf), logs.sign))[0]
 
 
@@ -167,13 +169,13 @@ def seen_pairs(pairs: Pairs, x: Arguments) -> Bool[Array, "*b #n t s"]:
     return jnp.broadcast_to(seen, (*seen.shape[:2], t, s))
 
 
-def _fading(pairs: Pairs, x: Arguments) -> Float[Array, "b n t s"]:
+def _fading(log_decay: Array, segments: Any, n: int) -> Float[Array, "b n t s"]:
     """The decay of pairs, over the tokens of their segment between them."""
-    log_decay, n = jnp.moveaxis(pairs.log_decay, 2, 1), x.query.shape[2]  # (b, k, t)
-    if pairs.segments is None:
+    log_decay = jnp.moveaxis(log_decay, 2, 1)  # (b, t, k) -> (b, k, t)
+    if segments is None:
         fading = decay.between(log_decay)
     else:
-        order = jnp.argsort(pairs.segments[0], axis=1, stable=True)[:, None]
+        order = jnp.argsort(segments[0], axis=1, stable=True)[:, None]
         fading = decay.between(jnp.take_along_axis(log_decay, order, axis=2))
         back = jnp.argsort(order, axis=2)
         fading = jnp.take_along_axis(fading, back[..., None], axis=2)

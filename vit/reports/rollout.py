@@ -9,7 +9,7 @@ whose row t has the share of each patch in token t of the last layer.
 
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def maps(model: ViT, images: Array) -> Maps:
         if not isinstance(estimate, PerformerAttention):
             estimated.append(exact[-1])
             continue
-        options = estimate.options | {"bias": estimate.bias}
+        options: Any = estimate.options | {"bias": estimate.bias}
         estimated.append(attention_weights(query, key, estimate.features, **options))
     tokens = model.has_token, model.num_prefix, model.order
     return Maps(*(_on_patches(rollout(jnp.stack(x)), *tokens) for x in (estimated, exact)))
