@@ -135,10 +135,9 @@ def performer_attention(
         pallas   kernels for TPU and NVIDIA GPUs; features never leave the chip
 
     None is `robust` with an exact window, else `blocked`, or a kernel (below). Causal and packed
-    rows of `blocked` can be wrong, without a warning, for queries and keys of large
-    norm: from about 10, after the factor sqrt(scale), if all keys that a query sees are opposite to
-    it, from 35 if they are orthogonal. To detect this, compare with `robust`: only there the
-    results differ by more than rounding.
+    rows, and rows with decay, are NaN in `blocked` and `pallas` where float32 cannot hold their
+    sums: for queries and keys of a norm from about 10, after the factor sqrt(scale), if all keys
+    that a query sees are opposite to it, from 25 if they are orthogonal. `robust` computes them.
 
     `pallas` runs forward and backward; plain calls were measured on an H200 in bfloat16, all were
     compiled but not yet run on a TPU. It supports positive features, masks, lengths, biases of

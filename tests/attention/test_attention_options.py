@@ -402,8 +402,6 @@ def off(case, size, rng, attend=ours):
 def _off(case, size, rng, attend):
     arrays = arrays_of(case, size, rng)
     unit = UNITS.get(case["dtype"], 2.0**-8)
-    if case["implementation"] == "blocked" and case["exact"].window:
-        unit = max(unit, UNITS["float32"])  # `sweep.UNSURE`: rows are exact to digits of float32
     tokens = [arrays[name] for name in ("query", "key", "value", "frequencies")]
     options, keys, chosen = of_reference(case, arrays), 0, None
     if case["exact_keys"]:

@@ -194,7 +194,7 @@ def test_float16_on_a_gpu(is_causal, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_lost_rows_are_those_without_the_kernel(platform, monkeypatch):
-    """Long keys, opposite to their queries, after longer ones: `_sweep` says which count then."""
+    """Long keys, opposite to their queries, after longer ones: `sweep` says which rows are NaN."""
     monkeypatch.setattr(which, "INTERPRET", platform)
     monkeypatch.setattr(sizes, "chunk_and_block", lambda *_: (128, 256))
     query, key, value, frequencies = (
@@ -203,8 +203,11 @@ def test_lost_rows_are_those_without_the_kernel(platform, monkeypatch):
     )
     key = key.at[:, :128].multiply(1.5)
     args, options = (query, key, value, frequencies), dict(is_causal=True)
-    got = ours(*args, implementation=PALLAS, **options)
-    close(got, ours(*args, **options), 1e-4)
+    got, want = (ours(*args, implementation=x, **options) for x in (PALLAS, None))
+    lost = np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(got), lost)
+    assert lost.any() and not lost.all()
+    close(np.where(lost, 0, got), np.where(lost, 0, want), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -299,12 +302,15 @@ def test_explain(monkeypatch):
     segments = np.zeros((2, 30), int)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        default = paths(is_causal=True)
-        assert default == [f"{none} for a CPU", kernel, f"{none} by default on a TPU"]
+        default = [f"{none} for a CPU", kernel, f"{none} by default on a TPU"]
+        note = "; rows of too large norms are NaN, 'robust' computes them"
+        assert paths() == default
+        assert paths(is_causal=True) == [line + note for line in default]
+        assert paths(is_causal=True, implementation="robust") == ["robust"] * 3
         assert paths(implementation=PALLAS) == [f"{none} for a CPU", kernel, kernel]
         assert paths(implementation="robust") == ["robust"] * 3
         packed = f"{none} for segment_ids"
-        assert paths(segment_ids=segments, implementation=PALLAS)[1:] == [packed] * 2
+        assert paths(segment_ids=segments, implementation=PALLAS)[1:] == [packed + note] * 2
         assert paths(exact=Exact(4))[1] == "robust, no kernel for Exact(window=4)"
         assert paths(streams=True)[1] == f"{none} by default with states, which was not timed"
         assert paths(np.float16)[1] == f"{none} by default in float16, which was not timed"

@@ -211,7 +211,7 @@ CASES = ["packed log-weights", "window", "alibi", "log-weights", "elu+1", "causa
 def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
     """Within the first-order bound of float32 up to norms where `blocked` loses rows.
 
-    With a window it is the default.
+    Those are NaN, and all others within the bound. With a window `robust` is the default.
     """
     given = dict(is_causal=True)
     if "packed" in case:
@@ -238,17 +238,18 @@ def test_robust_attention_is_exact_for_any_norm(case, small_chunks):
         for implementation, of_norms in ratios.items():
             got = ours(*tokens, implementation=implementation, scale=1.0, **given)
             error = np.abs(got - want).max(axis=-1)
-            of_norms.append((error / (2.0**-24 * bound + 1e-30)).max())
-    assert max(ratios[robust]) < 4
-    assert "log-weights" in case or ratios["blocked"][0] < 4
-    assert case == "elu+1" or max(ratios["blocked"][1:]) > 100  # what it is for
+            of_norms.append(error / (2.0**-24 * bound + 1e-30))
+    assert np.max(ratios[robust]) < 4
+    assert np.nanmax(ratios["blocked"]) < 4
+    assert "log-weights" in case or not np.isnan(ratios["blocked"][0]).any()
+    assert case == "elu+1" or np.isnan(ratios["blocked"]).any()  # what it is for
 
 
 def test_lost_rows_of_features_with_factors():
-    """elu(q) + 1 = (e^-60, 6) and elu(k) + 1 = (1 + a, e^-60): the kernel is (7 + a) e^-60."""
+    """elu(q) + 1 = (e^-80, 6) and elu(k) + 1 = (1 + a, e^-80): the kernel is (7 + a) e^-80."""
     a = np.array([1.0, 30.0, 9.0])
-    key = jnp.asarray(np.stack([a, np.full(3, -60.0)], axis=-1)[None, :, None], jnp.float32)
-    query = jnp.broadcast_to(jnp.array([-60.0, 5.0]), key.shape)
+    key = jnp.asarray(np.stack([a, np.full(3, -80.0)], axis=-1)[None, :, None], jnp.float32)
+    query = jnp.broadcast_to(jnp.array([-80.0, 5.0]), key.shape)
     options: dict = dict(feature_map="elu+1", scale=1.0, is_causal=True, implementation="robust")
     got = ours(query, key, jnp.eye(3)[None, :, None], jnp.eye(2), **options)
     want = np.tril(np.tile(7 + a, (3, 1)))

@@ -37,7 +37,7 @@ from jaxtyping import Array, Float
 from performer.attention.kernels.which import Kernel, Operands
 from performer.attention.maps import Arguments
 from performer.attention.state import State, combine
-from performer.attention.sweep import LAST, LOST, TINY
+from performer.attention.sweep import ABOVE_LOST, LOST
 from performer.numerics import finite
 
 Out = jax.ShapeDtypeStruct
@@ -307,7 +307,7 @@ class Chunk(NamedTuple):
     near: Float[Array, "t s"]
     """e^{M - F} up to a factor of each query, the same as in the weights."""
     weights: Float[Array, "t s"]
-    """(K + TINY) times `near`; the weights of a query sum to 1."""
+    """K times `near`; the weights of a query sum to 1, or are 0 if the sum is lost."""
     maximum: Float[Array, " t"]
     """The weights are relative to e^maximum; -inf without keys."""
 
@@ -324,12 +324,11 @@ def chunk(x: Operands, i, tokens: Span, scale: float) -> Chunk:
     M = jnp.where(s <= t, mu[None], -jnp.inf)  # (t, s)
     largest = jnp.max(M, axis=1)
     near = tokens.exp(M - finite(largest)[:, None])
-    weights = (dot(B.T, A) + TINY) * near
+    weights = dot(B.T, A) * near
     total = jnp.sum(weights, axis=1)
-    lost = (total < LOST) & (largest > -jnp.inf)
-    total = jnp.where(total == 0, 1.0, total)
-    maximum = jnp.where(lost, LAST, nu + largest + tokens.log(total))
-    inverse = (1 / total)[:, None]
+    lost, total = total < LOST, jnp.maximum(total, LOST)
+    maximum = nu + largest + jnp.where(lost, ABOVE_LOST, tokens.log(total))
+    inverse = jnp.where(lost, 0.0, 1 / total)[:, None]
     near, weights = near * inverse, weights * inverse
     return Chunk(query, key, value, y, exponents, A, B, near, weights, maximum)
 
@@ -373,6 +372,7 @@ def _causal(program: Program, x, before, output, log):
         e = tokens.exp(exponents - largest[None]).astype(dtype).T
         near = (y.weights * tokens.exp(y.maximum - largest)[:, None]).astype(dtype)
         d = times(e, s) + jnp.sum(near.astype(f32), axis=1)
+        d = jnp.where((d < 0.5) & (y.maximum > -jnp.inf), jnp.nan, d)  # lost, and it matters
         out = dot(e, z.astype(dtype)) + dot(near, y.value)
         tokens.write(output, i, out / jnp.where(d == 0, 1.0, d)[:, None])
         if log is not None:

@@ -28,7 +28,7 @@ stays in the core's memory. Keys of the chunk enter pair by pair, stabilised as 
 mu_s the largest exponent of a key and nu_t the largest of a query,
 
     A = e^{l - mu},   B = e^{y - nu},   K = A^T B,   M_st = mu_s for s <= t, else -inf
-    w_st = (K_st + TINY) e^{M_st - F_t},   p = e^{x - L},   output = z^T p + v w
+    w_st = K_st e^{M_st - F_t},   p = e^{x - L},   output = z^T p + v w
 
 L and F make all weights p.s + sum_s w of a query sum to 1. The backward pass reads them, one number
 a token each, and the state before each chunk. It iterates over the chunks in reverse, with [dz ds]
@@ -60,7 +60,7 @@ from performer.attention.kernels.which import Kernel, Operands
 from performer.attention.maps import Arguments
 from performer.attention.sizes import LANES, ROWS
 from performer.attention.state import State
-from performer.attention.sweep import LAST, LOST, TINY
+from performer.attention.sweep import ABOVE_LOST, LOST
 from performer.numerics import finite, rounded
 
 Out = jax.ShapeDtypeStruct
@@ -196,6 +196,8 @@ def attend(
         weights = near[0] * jnp.exp(near[1] - largest)
         rows += dot(shared(with_ones(x.value), n), weights.astype(dtype))
     d = jnp.sum(rows[:, width:], axis=1, keepdims=True)
+    if near is not None:
+        d = jnp.where((d < 0.5) & (near[1] > -jnp.inf), jnp.nan, d)  # lost, and it matters
     output = rows[:, :width] * (1 / jnp.where(d == 0, 1.0, d))
     return output, jnp.where(d == 0, jnp.inf, largest + jnp.log(d))
 
@@ -273,15 +275,14 @@ def attend_in_chunk(x: Operands, exponents: Array, c: Array, zs: Array):
     n, y = len(x.query), query_exponents(x)
     _, _, K, M = in_chunk(x, y, exponents)
     nu, largest = jnp.max(y, axis=1, keepdims=True), jnp.max(M, axis=1, keepdims=True)
-    weights = (K + TINY) * shared(jnp.exp(M - finite(largest)), n)
+    weights = K * shared(jnp.exp(M - finite(largest)), n)
     largest = shared(largest, n)
     total = jnp.sum(weights, axis=1, keepdims=True)
-    lost = (total < LOST) & (largest > -jnp.inf)
-    total = jnp.where(total == 0, 1.0, total)
-    maximum = jnp.where(lost, LAST, nu + largest + jnp.log(total))
-    output, L = attend(x, y, c, zs, (weights / total, maximum))
-    # Without keys the maximum is -inf, and L is inf.
-    return output, L, finite(largest) - finite(maximum) + jnp.log(total) + L
+    lost, total = total < LOST, jnp.maximum(total, LOST)
+    maximum = nu + largest + jnp.where(lost, ABOVE_LOST, jnp.log(total))
+    output, L = attend(x, y, c, zs, (weights * jnp.where(lost, 0.0, 1 / total), maximum))
+    # w is e^{maximum - L} times the weights; 0 if the sum is lost, as without keys.
+    return output, L, jnp.where(lost, jnp.inf, L - nu)
 
 
 def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, given: Given, scale: float):
@@ -290,7 +291,7 @@ def backward_of_chunk(x: Operands, exponents, c, z, after, dz, L, F, given: Give
     gradient = given.output
     A, B, K, M = in_chunk(x, y, exponents)
     near = jnp.exp(shared(M, n) - F)
-    w, r = (K + TINY) * near, dot(shared(x.value, n), gradient, (1, 1))
+    w, r = K * near, dot(shared(x.value, n), gradient, (1, 1))
     dx, dz_before, a = from_queries(x, y, c, z, L, given, (w, r))
     D = (near * (r - a)).astype(dtype)
     dy = dx + B * dot(A.astype(dtype), D)

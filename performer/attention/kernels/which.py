@@ -115,6 +115,13 @@ def planned(call: Call, platform: str) -> Plan:
 
 def path(call: Call, platform: str) -> str:
     """How a call is computed on "cpu", "gpu" or "tpu", and why without a kernel, as text."""
+    how, by_position = _path(call, platform), call.is_causal or call.packed or call.decayed
+    if by_position and call.feature_map.estimates_softmax and not how.startswith("robust"):
+        return how + "; rows of too large norms are NaN, 'robust' computes them"
+    return how
+
+
+def _path(call: Call, platform: str) -> str:
     if call.implementation not in (None, "pallas"):
         return call.implementation
     reason = unsupported(call, platform)
