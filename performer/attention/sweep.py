@@ -26,7 +26,8 @@ Features within a chunk have a stabiliser that is causal, and exact for early qu
 a row are exact while the largest is above e^-66: while a feature of some key and the query is at
 least so strong, relative to the strongest of each. For m = 128 and h = 64 that holds below
 |q| = |k| = 10 after scaling for opposite q and k (at 10 for 997 of 1,000 pairs), and for 97% of
-orthogonal ones at 25. Past that the row is lost. It is NaN, unless its pairs are negligible next to the keys outside the chunk.
+orthogonal ones at 25. Past that the row is lost. It is NaN, unless its pairs are negligible next to
+the keys outside the chunk.
 
 `robust` computes lost rows again: each pair in logarithms, feature by feature. All rows are then
 exact for any norm, and the others do not change. It costs time where a row is lost, a little where
