@@ -206,7 +206,7 @@ def test_lost_rows_are_those_without_the_kernel(platform, monkeypatch):
     got, want = (ours(*args, implementation=x, **options) for x in (PALLAS, None))
     lost = np.isnan(want)
     np.testing.assert_array_equal(np.isnan(got), lost)
-    assert lost.any() and not lost.all()
+    assert 0 < lost.mean() < 1
     close(np.where(lost, 0, got), np.where(lost, 0, want), 1e-4)
 
 
