@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.common import harness
+from experiments.speed import converted as speed
 from performer.nnx import PerformerAttention
 from tests.support.small import TINY, read_csv, sized, small_config
-from vit import config, convert, data, evaluate, train
+from vit import config, convert, data, evaluate, train, use
 from vit.run import runs
 
 pytestmark = pytest.mark.thorough
@@ -207,3 +209,28 @@ def test_converted_run_evaluates_and_trains_on(converted, tmp_path):
     assert record["step"] == 2
     assert np.isfinite(record["train_loss"])
     assert evaluate.evaluate_run(out)["step"] == 2
+
+
+def test_a_run_and_its_conversion_on_the_same_pictures(converted, softmax_run, tmp_path):
+    """Accuracies are those of the evaluation; the difference is theirs, with McNemar's error."""
+    settings, other = config.of_run(softmax_run), tmp_path / "other"
+    settings.seed = 1
+    train.train(settings, other)
+    folders = [softmax_run, converted[0], other]
+    speed.main([str(x) for x in folders], batch_size=2, repeats=2, out=tmp_path)
+    rows = harness.read(tmp_path / "converted.csv")
+    wanted = [evaluate.evaluate_run(folder) for folder in folders]
+    assert [row["tokens"] for row in rows] == [17, 17, 17]
+    assert rows[0]["attention"] == "softmax"
+    assert "1 x softmax attention" in rows[1]["attention"]
+    for row, want in zip(rows, wanted, strict=True):
+        np.testing.assert_allclose(row["accuracy"], want["eval_accuracy"], rtol=1e-5)  # six digits
+        assert row["pictures"] == want["eval_examples"]
+    hits = [speed.correct(runs.restore(x), use.load(x)) for x in (softmax_run, other)]
+    lost, won, n = np.sum(hits[0] > hits[1]), np.sum(hits[1] > hits[0]), len(hits[0])
+    assert lost + won > 0
+    np.testing.assert_allclose(rows[2]["difference"], (won - lost) / n, rtol=1e-5)
+    error = (lost + won - (won - lost) ** 2 / n) ** 0.5 / n
+    np.testing.assert_allclose(rows[2]["difference ±"], error, rtol=1e-2)  # n, not n - 1
+    with pytest.raises(ValueError, match="give softmax first"):
+        speed.main([str(converted[0])], out=tmp_path)
