@@ -230,8 +230,9 @@ def _of_place(
 ) -> list[Drawn]:
     """The layers of a place by the cheapest recipe within the limit, else by the best one.
 
-    The first query is exact where its row is not within the limit, as a class token's often is. If
-    the dearest recipe is hopeless no other is tried.
+    The first query is exact where its row is not within the limit, as a class token's often is. All
+    recipes are tried until one is within it: errors need not fall with the cost. Features that
+    overestimate far keys make a window worse than it is alone.
     """
     sample, best, least = cache(lambda i: examples(layers[i][1])), [], math.inf
 
@@ -242,18 +243,12 @@ def _of_place(
         exact = recipe.exact._replace(rows=max(recipe.exact.rows, int(not options.sized)))
         return recipe._replace(exact=layers[0][1].supported(exact))
 
-    *_, dearest = ladder = options.recipes(layers[0][1])
-    hopeless = options.limit * (REACH if options.refine_steps else 1)
-    if len(ladder) > 1:
-        drawn = calibrated(with_first_row(dearest))
-        if not max(x.error for x in drawn) <= hopeless:
-            return drawn
-    for recipe in ladder:
+    for recipe in options.recipes(layers[0][1]):
         drawn = calibrated(recipe)
         if any(x.first_row > options.limit for x in drawn) and not options.sized:
             drawn = calibrated(recipe := with_first_row(recipe))
         worst = before = max(x.error for x in drawn)
-        if options.refine_steps and recipe.num_features and worst <= hopeless:
+        if options.refine_steps and recipe.num_features and worst <= REACH * options.limit:
             drawn = [_refined(x, layers[i][1], sample(i), options) for i, x in enumerate(drawn)]
             worst = max(x.error for x in drawn)
             show(f"{layers[0][1].path}: {recipe}: error {before:.3g}, refined {worst:.3g}")

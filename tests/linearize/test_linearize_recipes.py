@@ -9,6 +9,7 @@ import pytest
 
 import performer
 from performer import Exact
+from performer.linearization import recipes
 from performer.linearization.recipes import TOLERANCE, Options
 from performer.linearization.report import Report
 
@@ -63,6 +64,21 @@ def test_the_first_recipe_within_the_tolerance_is_taken(size, is_causal, toleran
     assert error == pytest.approx(*report.layer_errors().values())
     assert error <= tolerance
     assert np.log2(report.rows[0]["cost"] / costs[0]) > (0.5 if size > 0.6 else -1)
+
+
+def test_a_cheap_window_is_found_where_dearer_recipes_are_worse(monkeypatch):
+    """Errors need not fall with the cost: here features, however many, add an error of 1."""
+
+    def calibrated(*args, inner=recipes._calibrated):
+        drawn = inner(*args)
+        return drawn._replace(error=drawn.error + min(drawn.recipe.num_features, 1))
+
+    monkeypatch.setattr(recipes, "_calibrated", calibrated)
+    angles = 0.4 * jnp.arange(T)[:, None] * (1 + jnp.arange(H // 2))
+    x = 4 * jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1) + 0.1 * tokens()
+    _, report = performer.linearize(lambda x: attend(x, is_causal=True), [(x,)])
+    ((m, window, *_, kind),) = chosen(report)
+    assert (m, window, kind) == (0, 16, "linear")
 
 
 @pytest.mark.filterwarnings("ignore:linearize")
