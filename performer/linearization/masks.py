@@ -6,6 +6,8 @@ from jaxtyping import Array, Bool, Float
 
 KINDS = ("of keys", "causal", "of segments", "causal, of segments")
 """Masks that linear attention has, the simplest first."""
+NO_SLOPE = 1e-6
+"""Slopes of ALiBi up to this number count as 0."""
 
 
 def alibi_slopes(

@@ -14,7 +14,7 @@ from performer.calibration import pair_moments
 from performer.linearization import reading
 from performer.linearization.layers import Layer
 from performer.linearization.layout import Unfit
-from performer.linearization.masks import KINDS, alibi_slopes, fits
+from performer.linearization.masks import KINDS, NO_SLOPE, alibi_slopes, fits
 from performer.linearization.program import (
     MASKED,
     Named,
@@ -34,8 +34,6 @@ TOLERANCE = {"float32": 1e-3, "float64": 1e-6}
 """Largest error of what was read out, relative to the largest output; 0.05 for narrower types."""
 SECOND = " (second reason)"
 """End of the name of a line that has two reasons to stay exact."""
-NO_SLOPE = 1e-6
-"""Slopes of ALiBi up to this number count as 0."""
 EXAMPLES = 8
 """Examples held out, and as many of the others, whose queries and keys are kept."""
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from performer.linearization.factors import Factors, Index, Part, Term, evaluate
 from performer.linearization.layout import Unfit
-from performer.linearization.masks import alibi_slopes, fits, flat
+from performer.linearization.masks import NO_SLOPE, alibi_slopes, fits, flat
 from performer.linearization.program import MASKED, Place, Values
 from performer.typing import float32_or_wider
 
@@ -348,6 +348,7 @@ class _Reader:
             factor = self.product(term.factors)
             self.checks.append(jnp.all(factor == factor[:1]))
             total = total + slope * factor[0, :, 0, 0]
+        self.checks.append(jnp.all(total >= -NO_SLOPE))  # others have no linear attention
         return jnp.broadcast_to(total, (self.place.layout.head_count,))
 
     def queries(self) -> np.ndarray | None:

@@ -84,3 +84,25 @@ def test_no_array_over_pairs(form):
         heads.append(jax.ShapeDtypeStruct(shape, more.dtype))
     traced = jax.make_jaxpr(new)(*heads)
     assert not [x for x in shapes(traced.jaxpr) if x.count(TOKENS) > 1]
+
+
+def falling(q, k, v, slope):
+    """ALiBi whose slopes may have any sign."""
+    t = q.shape[1]
+    return forms.attend(q, k, v, forms.tri(t), -slope[:, None, None] * forms.distance(t))
+
+
+OTHER_KINDS = {
+    forms.padding_times_number: (forms.VALID.astype(np.float32), np.float32(0.5)),
+    falling: (forms.SLOPES, np.float32(-1)),
+}
+"""Form -> its last argument, and a factor with which it is no mask or bias that is supported."""
+
+
+@pytest.mark.parametrize("form", tiers(OTHER_KINDS, list(OTHER_KINDS), name))
+def test_an_argument_of_another_kind_gives_nan(form):
+    (more, factor), tokens = OTHER_KINDS[form], [normal(i, x) for i, x in enumerate(forms.heads())]
+    new, _ = performer.linearize(form, [(*tokens, more)], **ALL)
+    compiled = jax.jit(new)
+    assert jnp.isfinite(compiled(*tokens, more)).all()
+    assert jnp.isnan(compiled(*tokens, more * factor)).all()
