@@ -1,9 +1,12 @@
 """A trained function with exact attention -> the same one with random features.
 
 function  `linearize`: any function that JAX can trace
-compare   a call compared with what was measured
+compare   what is written in the code of a call, compared with what was measured
 program   a traced function as a list of operations, computed with attention replaced
 search    softmax attention among these operations
+factors   scale, mask and bias as factors of queries and keys, down to arrays before broadcasting
+reading   these factors as arguments of `performer_attention`, in linear time
+masks     kinds of masks and biases, told from their values
 layout    axes of its arrays, in the order of `performer_attention`
 measure   attention in a program, measured on batches
 layers    measured layers and their attention errors, shared with `performer.nnx`

@@ -13,25 +13,21 @@ from jaxtyping import Array, Float
 
 from performer import couplings
 from performer.attention import Bias, Exact, Features, performer_attention
-from performer.linearization.compare import Setting, agreement, constant_agreement, lengths
+from performer.linearization.compare import Setting, lengths, require_constants
 from performer.linearization.layers import Layer, Measured
 from performer.linearization.layout import Unfit
 from performer.linearization.measure import (
     Observed,
-    alibi_slopes,
     examples,
-    fits,
     layer_of,
     nested,
     observe,
     program_of,
-    read,
     steps_of,
     words_of,
 )
 from performer.linearization.outputs import Remembered, change, outputs_of
 from performer.linearization.program import (
-    MASKED,
     Named,
     Place,
     Program,
@@ -40,9 +36,10 @@ from performer.linearization.program import (
     run,
     single_in,
 )
+from performer.linearization.reading import read
 from performer.linearization.recipes import Options, replacements
 from performer.linearization.report import Report
-from performer.typing import Coupling, float32_or_wider
+from performer.typing import Coupling
 
 UNCHOSEN = "not chosen by where"
 LINEAR = "linear already"
@@ -334,45 +331,25 @@ def _attended(values: Values, place: Place, setting: Setting, replacement: Repla
             f"{place.line}: its queries had {w.shape[-1]} entries when it was measured and have"
             f" {query.shape[-1]} here: linearize on batches of one size"
         )
-    scale, mask, segments, valid = replacement.scale[None], None, None, None
+    zero = np.zeros(replacement.scale.shape[-1])
+    found = read(values, place, setting.kind, zero if setting.slopes is None else setting.slopes)
+    require_constants(place, setting, found)
+    query, key, valid = found.scaled(query, key)
     alibi = replacement.slopes
-    if place.scaled or place.by_pairs:
-        sample, visible, bias, scale, _, affine = read(values, place)
-        slopes, is_alibi = alibi_slopes(bias, bias > MASKED)
-        if not place.scaled:
-            affine &= jnp.all(jnp.isnan(scale) | jnp.isclose(scale, replacement.scale[None], 0.01))
-        if alibi is None:
-            is_alibi &= jnp.allclose(slopes, 0, atol=1e-4)
-        else:  # they may be parameters
-            alibi = slopes
-        one_mask = jnp.all((bias > MASKED) == visible[:, None])
-        valid = fits(visible, setting.kind) & one_mask & is_alibi & affine
-        mask = sample.keys[:, None, None]
-        segments = sample.segments if "segments" in setting.kind else None
-        scale = jnp.nan_to_num(scale) if place.scaled else replacement.scale[None]
-    else:
-        same = None if place.masked else constant_agreement(values, place, setting)
-        if same is None:
-            setting = setting._replace(scale=replacement.scale, slopes=replacement.slopes)
-            same = agreement(values, place, setting)
-            valid = same.bias & same.scale & (same.mask | jnp.array("segments" in setting.kind))
-        mask = same.keys[:, None, None]
-    if "segments" in setting.kind and segments is None:  # written in the code: a constant
-        allowed = values.scores(place, 0.0) > MASKED
-        visible = jnp.any(allowed, axis=1)
-        fit = fits(visible, setting.kind) & jnp.all(allowed == visible[:, None])
-        valid = fit if valid is None else valid & fit
-        segments, mask = jnp.argmax(visible, axis=-1), jnp.any(visible, axis=1)[:, None, None]
-    factor = scale[:, None, :, None] * query.shape[-1] ** 0.5
+    if found.slopes is not None and alibi is None:
+        flat = jnp.allclose(found.slopes, 0, atol=1e-4)
+        valid = flat if valid is None else valid & flat
+    elif found.slopes is not None:
+        alibi = found.slopes
     output = performer_attention(
-        (query.astype(float32_or_wider(query)) * factor).astype(query.dtype),
+        query,
         key,
         value,
         replacement.attention,
         bias=None if alibi is None else Bias(decay=-alibi),
-        mask=mask,
+        mask=found.keys[:, None, None],
         is_causal="causal" in setting.kind,
-        segment_ids=segments,
+        segment_ids=found.segments,
     )
     assert isinstance(output, jax.Array)
     output = place.layout.back(output)

@@ -206,6 +206,17 @@ class Layout:
             if where and () in self.goal[: where[0]]:
                 self.batch, self.heads = [], self.batch
 
+    def take_time(self, parts: Sequence[Any]) -> None:
+        """Take the axis that masks have beside the keys for time, where heads are as many."""
+        same = [x for x in self.groups if self.sizes[x] == self.sizes[self.time]]
+        pairs = [x for x in parts if x.along(self.keys)]
+        if not same or any(x.along(self.time) for x in pairs):
+            return
+        for atom in same:
+            if any(x.along(atom) for x in pairs):
+                self.groups[self.groups.index(atom)], self.time = self.time, atom
+                return
+
     @property
     def roles(self) -> tuple[tuple[str, ...], ...]:
         """Role of each axis of the scores at the softmax, () for an axis of length 1."""
@@ -284,6 +295,40 @@ class Layout:
     def _pairs(self, x: Array, have: list) -> Array:
         heads = [*self.heads, *self.groups]
         return self._arranged(x, have, self.batch, heads, [self.time], [self.keys])
+
+    @property
+    def head_count(self) -> Size:
+        """n, the number of query heads."""
+        return math.prod(self.sizes[atom] for atom in (*self.heads, *self.groups))
+
+    @property
+    def batch_size(self) -> Size:
+        """b."""
+        return math.prod(self.sizes[atom] for atom in self.batch)
+
+    def thin(self, x: Array, axes: Sequence[Axis]) -> Array:
+        """(b, n, t, s) of an array with these axes of the scores, 1 where it has length 1.
+
+        Axes that `x` has other lengths of, of some queries, stay as long as they are.
+        """
+        lengths = {}
+        for n, axis in zip(x.shape, axes, strict=True):
+            whole = n != 1 and len(axis) > 1
+            lengths |= {atom: self.sizes[atom] if whole else n for atom in axis}
+        x = x.reshape(list(lengths.values()))
+        groups = (self.batch, [*self.heads, *self.groups], [self.time], [self.keys])
+        order, have = [atom for group in groups for atom in group], list(lengths)
+        x = jnp.transpose(x, [have.index(atom) for atom in order if atom in have])
+        x = jnp.expand_dims(x, [i for i, atom in enumerate(order) if atom not in have])
+        joined = [any(lengths.get(atom, 1) != 1 for atom in group) for group in groups]
+        sizes = [
+            self.sizes[atom] if whole and len(group) > 1 else lengths.get(atom, 1)
+            for group, whole in zip(groups, joined, strict=True)
+            for atom in group
+        ]
+        x = jnp.broadcast_to(x, sizes)
+        parts = [[sizes[order.index(atom)] for atom in group] for group in groups]
+        return x.reshape([math.prod(part) for part in parts])
 
     def back(self, x: Array) -> Array:
         """The output as the program has it, of (b, t, n, v)."""

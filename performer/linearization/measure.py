@@ -11,14 +11,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from performer.calibration import pair_moments
+from performer.linearization import reading
 from performer.linearization.layers import Layer
 from performer.linearization.layout import Unfit
+from performer.linearization.masks import KINDS, NO_SLOPE, alibi_slopes, fits
 from performer.linearization.program import (
-    FILL,
     MASKED,
     Named,
     Place,
     Program,
+    Ref,
     Values,
     left_in,
     named,
@@ -28,14 +30,10 @@ from performer.linearization.search import READ_ELSEWHERE, traced
 from performer.refinement import Sample, is_held_out, parted
 from performer.typing import float32_or_wider
 
-KINDS = ("of keys", "causal", "of segments", "causal, of segments")
-"""Masks that linear attention has, the simplest first."""
 TOLERANCE = {"float32": 1e-3, "float64": 1e-6}
 """Largest error of what was read out, relative to the largest output; 0.05 for narrower types."""
 SECOND = " (second reason)"
 """End of the name of a line that has two reasons to stay exact."""
-NO_SLOPE = 1e-6
-"""Slopes of ALiBi up to this number count as 0."""
 EXAMPLES = 8
 """Examples held out, and as many of the others, whose queries and keys are kept."""
 
@@ -138,19 +136,20 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
         raise ValueError(
             f"{path}: queries or keys are not finite: is there a NaN in the batches or parameters?"
         )
+    kinds = record["fits"] & record["kinds"]
     requirements = {
-        "its scores are not scale q.k + bias: is there a soft cap, or a scale that differs between"
-        " queries?": record["affine"],
         "its masks differ between heads (the last batch axis of the scores)": record["same heads"],
         "a bias that is no mask": record["alibi"] & np.all(slopes > -NO_SLOPE),
-        "softmax(scale q.k + bias) v is not what it computes: is there dropout, a division after"
-        " the product with v, or a 0 for queries without keys?": record["exact"],
-        "its masks are neither of keys, nor causal, nor of packed sequences": record["kinds"].any(),
+        "softmax(scale q.k + bias) v is not what it computes: are its weights changed"
+        " after the softmax?": record["exact"],
+        "its masks are neither of keys, nor causal, nor of packed sequences": record["fits"].any(),
+        "its masks cannot be read in linear time: are positions or segments compared that differ"
+        " between queries and keys?": kinds.any(),
     }
     for reason, holds in requirements.items():
         if not holds:
             raise Unfit(reason)
-    kind = KINDS[int(np.argmax(record["kinds"]))]
+    kind = KINDS[int(np.argmax(kinds))]
     held_out, fitted = (Sample(**record[name]) for name in ("held out", "fitted"))
     if "segments" not in kind:
         held_out, fitted = (x._replace(segments=None) for x in (held_out, fitted))
@@ -162,7 +161,7 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
         kind=kind,
         scale=jnp.asarray(record["scale"]),
         slopes=jnp.asarray(np.maximum(slopes, 0)) if np.any(slopes > NO_SLOPE) else None,
-        masked=any(observed.places[i].place.masked for i, _ in calls),
+        masked=any(observed.places[i].place.sources for i, _ in calls),
         padded=not record["all keys"],
         calls=tuple(calls),
     )
@@ -254,15 +253,15 @@ def _observed(
 
 
 class Read(NamedTuple):
-    """A place in the terms of `performer_attention`, read from its values."""
+    """A place in the terms of `performer_attention`, and its values for all pairs."""
 
     sample: Sample
     visible: Bool[Array, "b t s"]
     bias: Float[Array, "b n t s"]
-    scale: Float[Array, "b n"]
+    scale: Float[Array, "b n t s"]
     value: Array
-    affine: Bool[Array, ""]
-    """True if every visible score has the scale of its head."""
+    kinds: Bool[Array, " 4"]
+    """The kinds of its mask by which it is read in linear time."""
 
 
 def read(values: Values, place: Place) -> Read:
@@ -271,19 +270,39 @@ def read(values: Values, place: Place) -> Read:
     bias = values.scores(place, unfolded(0.0))  # (b, n, t, s)
     dtype = float32_or_wider(query, key)
     query, key, bias = (x.astype(dtype) for x in (query, key, bias))
-    slope = (values.scores(place, unfolded(FILL)).astype(dtype) - bias) / FILL
     allowed = bias > MASKED
-    scale = jnp.max(jnp.where(allowed, slope, -jnp.inf), axis=(2, 3))  # (b, n)
-    scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
-    heads = jnp.nan_to_num(scale)[..., None, None]
-    affine = jnp.all(~allowed | (jnp.abs(slope - heads) <= 0.01 * jnp.abs(heads)))
+    bias = jnp.where(allowed, bias * place.base, bias)
     visible = jnp.any(allowed, axis=1)
     queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
     if visible.shape[1] == visible.shape[2]:  # padding is no query, though it sees earlier keys
         queries &= keys
-    factor = jnp.nan_to_num(scale)[:, None, :, None] * query.shape[-1] ** 0.5
-    sample = Sample(query * factor, key, queries, keys, jnp.argmax(visible, axis=-1))
-    return Read(sample, visible, bias, scale, value, affine)
+    readings = [reading.read(values, place, kind, None) for kind in KINDS]
+    query, key, _ = readings[0].scaled(query, key)
+    by_key = 1 if readings[0].key_scale is None else readings[0].key_scale
+    scale = jnp.broadcast_to(readings[0].scale * by_key, bias.shape).astype(dtype)
+    sample = Sample(query, key, queries, keys, jnp.argmax(visible, axis=-1))
+    kinds = zip(KINDS, readings, strict=True)
+    agree = jnp.stack([_agrees(x, kind, visible, queries, bias) for kind, x in kinds])
+    return Read(sample, visible, bias, scale, value, agree)
+
+
+def _agrees(
+    found: reading.Reading, kind: str, visible: Array, queries: Array, bias: Array
+) -> Bool[Array, ""]:
+    """True if what was read in linear time is what all pairs have."""
+    valid = jnp.array(all(found.agrees.values()))
+    if kind != "of keys" and visible.shape[1] != visible.shape[2]:
+        return jnp.array(False)
+    pairs = jnp.broadcast_to(found.keys[:, None], visible.shape)
+    if "causal" in kind:
+        pairs &= jnp.tri(*visible.shape[1:], dtype=bool)[None]
+    if found.segments is not None:
+        pairs &= found.segments[:, :, None] == found.segments[:, None]
+    if found.slopes is not None:
+        slopes, _ = alibi_slopes(bias, bias > MASKED)
+        valid &= jnp.allclose(slopes, found.slopes, rtol=1e-2, atol=1e-4)
+    same = jnp.all((visible == pairs) | ~queries[..., None])
+    return valid & same & (True if found.valid is None else found.valid)
 
 
 def unfolded(fill: float) -> Array:
@@ -293,10 +312,12 @@ def unfolded(fill: float) -> Array:
 
 def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[str, Any]:
     """Measure one call of a place: sums over batches, facts, and a few examples."""
-    sample, visible, bias, scale, value, affine = read(values, place)
+    sample, visible, bias, scale, value, by_kind = read(values, place)
     training, held_out = parted(sample)
     if whole:
         return {"sample": training._asdict()}
+    if place.tail:
+        output = values.output(place, values.read(Ref(place.scores)))
     _, t, n, h = sample.query.shape
     k = sample.key.shape[2]
     query = sample.query.reshape(len(bias), t, k, n // k, h)
@@ -305,109 +326,62 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     # Random scores also: in a batch of small ones any weights are nearly uniform.
     shape = values.program.ops[place.scores].equation.outvars[0].aval.shape
     normal = jax.random.normal(jax.random.key(0), shape, scale.dtype)
-    fill = _fill(values, place, scale, 2 / FILL * normal)
-    others = jnp.nan_to_num(scale)[..., None, None] * place.layout.products(fill) + bias
-    exact = _is_softmax(place, logits, value, output)
-    exact &= _is_softmax(place, others, value, values.output(place, fill))
+    fill = _fill(values, place, scale, 2 * normal)
+    others = scale * place.layout.products(fill) + bias
     allowed = bias > MASKED
-    head_scales = jnp.nanmax(scale, axis=0, keepdims=True)
-    bends = [_bend(values, place, bias, scale, x) for x in (1, -1, 8)]
+    exact = _is_softmax(values, place, logits, allowed, value, output)
+    exact &= _is_softmax(values, place, others, allowed, value, values.output(place, fill))
     slopes, alibi = alibi_slopes(bias, allowed)
     count = jnp.float32(sample.queries.size)
     fitted_to = jnp.asarray(~is_held_out(len(bias)))
     pairs = (visible & (sample.queries & fitted_to[:, None])[..., None])[:, None]
-    one_scale = jnp.all(
-        jnp.isnan(scale) | (jnp.abs(scale - head_scales) <= 1e-3 * jnp.abs(head_scales))
-    )
     few = min(EXAMPLES, len(held_out.query))
     return {
         "moments": pair_moments(sample.query, sample.key, mask=pairs) * count,
         "count": count,
         "batches": jnp.float32(1),
         "slopes": slopes,
-        "scale": jnp.nan_to_num(head_scales[0]),
-        "affine": affine & (jnp.max(jnp.stack(bends)) <= 0.01 * jnp.nanmax(jnp.abs(head_scales))),
+        "scale": jnp.max(scale, axis=(0, 2, 3)),
         "same heads": jnp.all(allowed == visible[:, None]),
         "alibi": alibi,
-        "exact": exact & (one_scale | jnp.array(place.scaled)),
+        "exact": exact,
         "all keys": jnp.all(sample.keys),
-        "kinds": jnp.stack([fits(visible, kind) for kind in KINDS]),
+        "fits": jnp.stack([fits(visible, kind) for kind in KINDS]),
+        "kinds": by_kind,
         "held out": {name: x[:few] for name, x in held_out._asdict().items()},
         "fitted": {name: x[:few] for name, x in training._asdict().items()},
     }
 
 
-def _bend(values: Values, place: Place, bias: Array, scale: Array, times: float) -> Array:
-    """Largest error of the scale where all scores are 64 `times`, whatever the batch has.
-
-    A soft cap bends such scores.
-    """
-    fill = _fill(values, place, scale, times)
-    slope = (values.scores(place, fill).astype(bias.dtype) - bias) / fill
-    apart = jnp.abs(slope - jnp.nan_to_num(scale)[..., None, None])
-    return jnp.max(jnp.where(bias > MASKED, apart, 0))
-
-
 def _fill(values: Values, place: Place, scale: Array, times: ArrayLike) -> Array:
-    """Return q.k that are 64 `times` after the largest scale, in the range of their dtype."""
+    """Return q.k that are `times` after the largest scale, in the range of their dtype."""
     dtype = values.program.ops[place.scores].equation.outvars[0].aval.dtype
     largest = jnp.finfo(dtype).max.astype(scale.dtype) / 16
-    fill = times * FILL / jnp.maximum(jnp.nanmax(jnp.abs(scale)), 1e-9)
+    fill = times / jnp.maximum(jnp.max(jnp.abs(scale)), 1e-9)
     return jnp.clip(fill, -largest, largest)
 
 
-def _is_softmax(place: Place, scores: Array, value: Array, output: Array) -> Bool[Array, ""]:
-    """True if the output is softmax of the scores (b, n, t, s) times the values (b, s, k, v)."""
+def _is_softmax(
+    values: Values, place: Place, scores: Array, allowed: Array, value: Array, output: Array
+) -> Bool[Array, ""]:
+    """True if the output is softmax of the scores (b, n, t, s) times the values (b, s, k, v).
+
+    Queries that see no key may have any output.
+    """
     b, n, t, s = scores.shape
     weights = jax.nn.softmax(scores).reshape(b, value.shape[2], -1, t, s)
     value = value.astype(weights.dtype)
     exact = jnp.einsum("bkgts,bskv->btkgv", weights, value, precision="highest")
-    exact = place.layout.back(exact.reshape(b, t, n, -1)).astype(weights.dtype)
+    exact = values.moved(place, place.layout.back(exact.reshape(b, t, n, -1)))
+    exact = exact.astype(weights.dtype)
     output = output.astype(weights.dtype)
-    both = jnp.isnan(exact) & jnp.isnan(output)
-    apart = jnp.max(jnp.where(both, 0, jnp.abs(exact - output)), initial=0)
+    seeing = jnp.swapaxes(jnp.any(allowed, axis=-1), 1, 2)[..., None]
+    seeing = jnp.broadcast_to(seeing, (b, t, n, value.shape[-1])).astype(int)
+    seeing = values.moved(place, place.layout.back(seeing)) > 0
+    alike = (jnp.isnan(exact) & jnp.isnan(output)) | ~seeing
+    apart = jnp.max(jnp.where(alike, 0, jnp.abs(exact - output)), initial=0)
     largest = jnp.max(jnp.where(jnp.isnan(output), 0, jnp.abs(output)), initial=1e-30)
     return apart <= max(TOLERANCE.get(x, 0.05) for x in place.dtypes) * largest
-
-
-def alibi_slopes(bias: Array, allowed: Array) -> tuple[Float[Array, " n"], Bool[Array, ""]]:
-    """Return the slopes, and true if the bias is -slope |i - j| plus a constant for each row."""
-    t, s = bias.shape[-2:]
-    slopes, distance = jnp.zeros(bias.shape[1], bias.dtype), jnp.zeros((t, s), bias.dtype)
-    level = jnp.where(allowed, bias, 0)
-    if t == s > 1:
-        distance = jnp.abs(jnp.arange(t)[:, None] - jnp.arange(t)[None]).astype(bias.dtype)
-        here, before = (jnp.diagonal(x[..., 1:, :], y, -2, -1) for x, y in ((level, 1), (level, 0)))
-        below = allowed[..., 1:, :]
-        both = jnp.diagonal(below, 1, -2, -1) & jnp.diagonal(below, 0, -2, -1)
-        total = jnp.sum(jnp.where(both, here - before, 0), axis=(0, 2))
-        slopes = total / jnp.maximum(jnp.sum(both, axis=(0, 2), dtype=bias.dtype), 1)
-    return slopes, flat(bias, allowed, slopes, distance)
-
-
-def flat(bias: Array, allowed: Array, slopes: Array, distance: Array) -> Bool[Array, ""]:
-    """True if the bias is -slope distance plus a constant for each row."""
-    level = jnp.where(allowed, bias, 0)
-    rest = level + (slopes[:, None, None] * distance[None])[None]
-    high = jnp.max(jnp.where(allowed, rest, -jnp.inf), axis=-1)
-    low = jnp.min(jnp.where(allowed, rest, jnp.inf), axis=-1)
-    spread = jnp.max(jnp.where(high >= low, high - low, 0), initial=0)
-    return spread <= 1e-3 * (1 + 0.01 * jnp.max(jnp.abs(level)))
-
-
-def fits(visible: Bool[Array, "b t s"], kind: str) -> Bool[Array, ""]:
-    """True if existing queries and keys, causality and segments determine what is visible."""
-    _, t, s = visible.shape
-    if kind != "of keys" and t != s:
-        return jnp.array(False)
-    queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
-    pairs = jnp.broadcast_to(keys[:, None], visible.shape)
-    if "causal" in kind:
-        pairs &= jnp.tri(t, s, dtype=bool)[None]
-    if "segments" in kind:
-        segments = jnp.argmax(visible, axis=-1)
-        pairs &= segments[:, :, None] == segments[:, None]
-    return jnp.all((visible == pairs) | ~queries[..., None])
 
 
 def together(before: dict[str, Any], new: dict[str, Any], scans: int = 0) -> dict[str, Any]:
@@ -416,7 +390,7 @@ def together(before: dict[str, Any], new: dict[str, Any], scans: int = 0) -> dic
     The first `scans` axes are the steps of scans. Examples of another length are left out.
     """
     sums = ("moments", "count", "batches", "slopes")
-    facts = ("affine", "same heads", "alibi", "exact", "all keys", "kinds")
+    facts = ("same heads", "alibi", "exact", "all keys", "fits", "kinds")
     both = {name: before[name] + new[name] for name in sums}
     both |= {name: before[name] & new[name] for name in facts}
     for name in ("held out", "fitted"):

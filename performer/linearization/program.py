@@ -5,7 +5,7 @@ the softmax attention that `performer.linearization.search` finds among them. `r
 outputs and calls a handler at each place of attention.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,8 +23,6 @@ SOFTMAX = {"exp", "reduce_sum", "div"}
 ATTENTION = {"exp", "dot_general"}
 MASKED = -9000.0
 """Scores of masked pairs lie below; public code adds -1e4, -1e9, -2e38 or -inf."""
-FILL = 64.0
-"""Value of all q.k from which the scale is read; a power of two, to divide by it exactly."""
 
 
 class Ref(NamedTuple):
@@ -49,6 +47,8 @@ class Op:
     scope: str = ""
     """Names of `jax.named_scope` around it, also of the calls and bodies that it is in."""
     body: "Program | None" = None
+    known: dict[int, Ref] = field(default_factory=dict)
+    """Inputs that are constants in the body."""
     custom: tuple[tuple[int, ...], ...] = ()
     """Functions with a derivative of their own that it is inlined from: numbers of equations."""
 
@@ -79,19 +79,18 @@ class Place:
     """Scope of its operations."""
     words: tuple[str, ...]
     """Names of all operations of the place except those that move axes or convert dtypes."""
-    along: frozenset
-    """Axes of the scores along which the mask depends on the inputs of the program."""
-    masked: bool
-    """True if the mask depends on the inputs of the program at all."""
-    scaled: bool
-    """True if the scale depends on the inputs of the program."""
+    steps: tuple[Any, ...]
+    """The chain with the arrays that enter it (`factors.Step`)."""
+    base: float
+    """1 for e^x, the logarithm of 2 for 2^x."""
+    moves: list[int]
+    """Operations from the product with the values to its division by the sum of the weights."""
+    tail: list[int]
+    """These, the sum and the division, which is the last; none if the weights are divided."""
+    sources: tuple[Ref, ...]
+    """Arrays of the chain that depend on the inputs of the program, before they are broadcast."""
     dtypes: frozenset[str]
     """Names of the floating-point types that it is computed with."""
-
-    @property
-    def by_pairs(self) -> bool:
-        """True if the inputs of the program decide which keys a query sees, pair by pair."""
-        return self.layout.time in self.along
 
 
 class Left(NamedTuple):
@@ -112,6 +111,8 @@ class Program:
     left: list[Left] = field(default_factory=list)
     single: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Words of attention to a single key, by the number of its output: it is the value."""
+    scanned: tuple[int, int] | None = None
+    """In the body of a scan: numbers of inputs that are the same at each step and are carried."""
     attention: set[int] = field(default_factory=set)
     """Operations of places and of attention to a single key."""
 
@@ -121,10 +122,14 @@ def inlined(
     constants: Sequence[Any],
     scope: str = "",
     whole: Collection[tuple[int, ...]] = (),
+    known: Mapping[int, Ref] | None = None,
 ) -> Program:
-    """Return the operations of a jaxpr, with calls inlined but those in `whole` (`Op.custom`)."""
+    """Return the operations of a jaxpr, with calls inlined but those in `whole` (`Op.custom`).
+
+    Inputs that are `known` are constants.
+    """
     ops: list[Op] = []
-    inputs = [Ref(input=number) for number in range(len(jaxpr.invars))]
+    inputs = [(known or {}).get(i, Ref(input=i)) for i in range(len(jaxpr.invars))]
     return Program(ops, _inlined(jaxpr, constants, inputs, ops, scope, whole))
 
 
@@ -195,6 +200,8 @@ class Values:
     def read(self, ref: Ref) -> Any:
         """Return the value that a reference stands for."""
         if ref.op is not None:
+            if ref.op not in self.of:  # no output depends on it
+                self.of[ref.op] = self.bind(self.program.ops[ref.op], self.read)
             return self.of[ref.op][ref.output]
         if ref.input is not None:
             return self.inputs[ref.input]
@@ -216,8 +223,15 @@ class Values:
 
     def output(self, place: Place, fill: ArrayLike) -> Array:
         """Return the output of a place, as the program has it, if all q.k are `fill`."""
-        read = self._with_scores(place, fill, place.path)
-        return self.bind(self.program.ops[place.output], read)[0]
+        tail = [place.output, *place.tail]
+        read = self._with_scores(place, fill, [*place.path, *tail])
+        return read(Ref(tail[-1]))
+
+    def moved(self, place: Place, output: Array) -> Array:
+        """Return an output of the product with the values as it is after the division."""
+        for number in place.moves:
+            output = self.bind(self.program.ops[number], lambda ref, x=output: x)[0]
+        return output
 
     def _with_scores(
         self, place: Place, fill: ArrayLike, numbers: Sequence[int]
@@ -264,8 +278,6 @@ class Constants(Values):
         """
         if ref.input is not None or isinstance(ref.value, Tracer):
             raise Traced
-        if ref.op is not None and ref.op not in self.of:
-            self.of[ref.op] = self.bind(self.program.ops[ref.op], self.read)
         return super().read(ref)
 
 
@@ -278,6 +290,8 @@ def run(
 ) -> tuple[list[Any], dict[int, Any]]:
     """Return the outputs of a program, and the second result of `handle` at each place.
 
+    A division after the product with the values drops out where the product is replaced.
+
     Args:
         program: as traced.
         inputs: arrays.
@@ -289,6 +303,7 @@ def run(
     """
     values = Values(program, inputs)
     kept: dict[int, Any] = {}
+    divisions = _divisions(program, settings)
     for number in _needed(program, settings):
         op = program.ops[number]
         if number in program.places and number in settings:
@@ -296,8 +311,10 @@ def run(
                 values, program.places[number], (*at, number), settings[number]
             )
             values.of[number] = [output]
+        elif number in divisions:
+            values.of[number] = [values.read(op.inputs[0])]
         elif op.body is not None and settings.get(number):
-            read = [values.read(ref) for ref in op.inputs]
+            read = [values.read(op.known.get(i, ref)) for i, ref in enumerate(op.inputs)]
             values.of[number], kept[number] = _run_body(
                 op, read, settings[number], handle, (*at, number)
             )
@@ -315,17 +332,9 @@ def _run_body(
         call = lambda *inputs: run(body, inputs, settings, handle, at)  # noqa: E731
         options = {name: parameters[name] for name in ("prevent_cse", "policy")}
         return jax.checkpoint(call, **options)(*inputs)
-    # Inputs are constants, carry and slices; outputs carry and slices. JAX 0.11 has no numbers of
-    # them, but slices have an axis more outside than in the body.
-    inside = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
-    last, count = (
-        sum(x.aval.ndim == y.aval.ndim for x, y in zip(*both, strict=True))
-        for both in (
-            (op.equation.invars, inside.invars),
-            (op.equation.outvars, inside.outvars),
-        )
-    )
-    constants, carry = inputs[: last - count], inputs[last - count : last]
+    first, count = scan_counts(op.equation)
+    last = first + count
+    constants, carry = inputs[:first], inputs[first:last]
 
     def step(carry, slices):
         step_inputs, setting = slices
@@ -337,9 +346,24 @@ def _run_body(
     return [*carry, *stacked], kept
 
 
+def scan_counts(equation: Any) -> tuple[int, int]:
+    """Numbers of inputs of a scan that are the same at each step, and of those that are carried.
+
+    Inputs are constants, carry and slices; outputs carry and slices. JAX 0.11 has no numbers of
+    them, but slices have an axis more outside than in the body.
+    """
+    inside = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+    last, count = (
+        sum(x.aval.ndim == y.aval.ndim for x, y in zip(*both, strict=True))
+        for both in ((equation.invars, inside.invars), (equation.outvars, inside.outvars))
+    )
+    return last - count, count
+
+
 def _needed(program: Program, settings: dict[int, Any]) -> list[int]:
     """Operations that outputs and places with settings depend on once these are replaced."""
     needed: set[int] = set()
+    divisions = _divisions(program, settings)
     left = [*settings, *(ref.op for ref in program.outputs)]
     left += [i for i, op in enumerate(program.ops) if op.equation.effects]
     while left:
@@ -347,20 +371,28 @@ def _needed(program: Program, settings: dict[int, Any]) -> list[int]:
         if number is None or number in needed:
             continue
         needed.add(number)
-        refs = program.ops[number].inputs
+        refs, op = program.ops[number].inputs, program.ops[number]
+        if op.body is not None and settings.get(number):
+            refs = [op.known.get(i, ref) for i, ref in enumerate(refs)]
         if number in program.places and settings.get(number, ()) != ():
             refs = _read_by(program, program.places[number])
+        elif number in divisions:
+            refs = refs[:1]
         left += [ref.op for ref in refs]
     return sorted(needed)
+
+
+def _divisions(program: Program, settings: dict[int, Any]) -> set[int]:
+    """Divisions after the products of places that are replaced."""
+    replaced = [program.places[i] for i in program.places if settings.get(i, ()) != ()]
+    return {place.tail[-1] for place in replaced if place.tail}
 
 
 def _read_by(program: Program, place: Place) -> list[Ref]:
     """Inputs of a replaced place: queries, keys, values, and the parts of its mask."""
     refs = [*program.ops[place.scores].inputs]
     refs.append(program.ops[place.output].inputs[place.layout.values])
-    inside = {place.scores, *place.chain}
-    side = (ref for number in place.chain for ref in program.ops[number].inputs)
-    return refs + [ref for ref in side if ref.op not in inside]
+    return [*refs, *place.sources]
 
 
 def places_in(program: Program, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple, Place, tuple]]:

@@ -6,15 +6,15 @@ A place is a subgraph that computes
 
 Every product of two arrays is a candidate for weights v. Backwards from it lie an exponential and
 the product q k^T. The axes of q k^T are followed by name through the operations that keep or move
-them, up to the product that sums over the keys. The bias is what the operations between product and
-exponential make of scores that are all 0, and the scale follows from scores that are all 64.
+them, up to the product that sums over the keys. Scale, mask and bias are read from the operations
+between product and exponential (`performer.linearization.factors`).
 Numbers decide whether the place is softmax attention indeed (`performer.linearization.measure`):
 softmax of what was read must be the output.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,11 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.interpreters import partial_eval
 
-from performer.linearization.layout import (
-    MOVES,
-    STIRS,
-    Axis,
-    Layout,
-    Unfit,
-    atoms_of,
-    is_elementwise,
-    moved,
-)
+from performer.linearization import factors
+from performer.linearization.layout import MOVES, Axis, Layout, Unfit, atoms_of, moved
 from performer.linearization.program import (
     MASKED,
     Constants,
@@ -47,6 +40,7 @@ from performer.linearization.program import (
     inlined,
     left_in,
     places_in,
+    scan_counts,
     single_in,
 )
 from performer.typing import Size
@@ -60,12 +54,17 @@ NAMES = ("name", "name_and_src_info", "target_name")
 OPAQUE = {"ffi_call", "custom_call", "pure_callback", "io_callback", "pallas_call"}
 NOT_READ = "exponentials between two products that are not read as attention"
 READ_ELSEWHERE = (
-    "its weights are read elsewhere, as by an output, a second product, a division after the"
-    " product with v, or a derivative: linearize first, then differentiate"
+    "its scores or weights are read elsewhere, as by an output, a second product, the logarithm of"
+    " their sum, or a derivative: linearize first, then differentiate"
 )
 SEVERAL = "its keys, or entries of queries and keys, have more than one axis: reshape them to one"
 SUMS_HEADS = "its product with the values sums over heads also: sum over heads after it"
 SUM = "its scores are a sum of several products: if all are of queries and keys, concatenate these"
+TABLE = (
+    "its keys or values are an argument or a constant that all examples share, as the table of a"
+    " vocabulary or of bins: parameters are no tokens"
+)
+LOOP = "in a loop over queries: compute the attention of all queries at once"
 COMPARISONS = {"lt", "le", "gt", "ge", "sort", "top_k"}
 ROUNDING = 1e-6
 """Largest number that may be added to the weights or their sum, such as against 0 / 0."""
@@ -97,17 +96,25 @@ def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Prog
     return program_of(jaxpr, closed.consts), jax.tree.structure(result)
 
 
-def program_of(jaxpr: Any, constants: Sequence[Any], scope: str = "") -> Program:
+def program_of(
+    jaxpr: Any,
+    constants: Sequence[Any],
+    scope: str = "",
+    scanned: tuple[int, int] | None = None,
+    known: Mapping[int, Ref] | None = None,
+) -> Program:
     """Return the operations of a jaxpr, with the places among them.
 
+    `scanned` are the `scan_counts` of a body of a scan, and `known` its inputs that are constants.
     A function with a derivative of its own is inlined only if it has a part in a place.
     """
-    program = _searched(inlined(jaxpr, constants, scope))
+    program = _searched(replace(inlined(jaxpr, constants, scope, known=known), scanned=scanned))
     in_places = {x for i in program.attention for x in program.ops[i].custom}
     whole = {x for op in program.ops for x in op.custom} - in_places
     if not whole:
         return program
-    return replace(_searched(inlined(jaxpr, constants, scope, whole)), left=program.left)
+    again = replace(inlined(jaxpr, constants, scope, whole, known), scanned=scanned)
+    return replace(_searched(again), left=program.left)
 
 
 def _searched(program: Program) -> Program:
@@ -128,8 +135,10 @@ def _look_inside(program: Program, op: Op) -> None:
     around = op.scope.split("/")[::-1] if op.name in OPAQUE else []
     names = (called, op.name, *around)
     kernel = [x for x in names if any(word in x.lower() for word in KERNELS)]
+    scanned = scan_counts(equation) if op.name == "scan" else None
+    known = _known(program, op, scanned)
     inner = [
-        program_of(getattr(x, "jaxpr", x), getattr(x, "consts", ()), op.scope)
+        program_of(getattr(x, "jaxpr", x), getattr(x, "consts", ()), op.scope, scanned, known)
         for x in jex.jaxprs_in_params(equation.params)
     ]
     if kernel and op.name not in BODIES:
@@ -137,12 +146,34 @@ def _look_inside(program: Program, op: Op) -> None:
         program.left.append(Left(line, op.scope, reason))
     elif op.name in BODIES:
         if left_in(inner[0]) or any(places_in(inner[0])) or any(single_in(inner[0])):
-            op.body = inner[0]
+            op.body, op.known = inner[0], known
     else:
         reason = f"inside {op.name}, which is not entered"
         for body in inner:
             program.left += [Left(x.line, x.scope, reason) for _, x, _ in places_in(body)]
             program.left += left_in(body)
+
+
+LARGEST = 2**26
+"""Entries of the largest constant that is computed while tracing, to be known inside a body."""
+
+
+def _known(program: Program, op: Op, scanned: tuple[int, int] | None) -> dict[int, Ref]:
+    """Inputs of a body that are constants, such as a causal mask: they are known in it also."""
+    if op.name not in BODIES:
+        return {}
+    fixed = scanned[0] if scanned is not None else len(op.inputs)
+    varying, known = _varying(program), {}
+    for i, ref in enumerate(op.inputs[:fixed]):
+        small = math.prod(op.equation.invars[i].aval.shape) <= LARGEST
+        if _varies(ref, varying) or isinstance(ref.value, Tracer) or not small:
+            continue
+        try:
+            with jax.ensure_compile_time_eval():
+                known[i] = Ref(value=Constants(program).read(ref))
+        except Traced:
+            continue
+    return known
 
 
 def _add_place(program: Program, output: int) -> None:
@@ -232,11 +263,15 @@ def _place(
     if layout is None and is_sum:
         raise Unfit(SUM)
     if layout is None:
+        softmax = _is_softmax(program, scores, exponential, output, weights)
+        if program.scanned is not None and softmax:
+            raise Unfit(LOOP)
         mixed = [x for i in summed for x in axes[weights.op][i] if x[0] == "batch"]
         if mixed and _is_softmax(program, scores, exponential, output, weights):
             raise Unfit(NOT_READ)
         return None
-    if _is_read_elsewhere(program, exponential, output, weights):
+    moves, tail = _late_division(program, axes, scores, exponential, output, layout.keys)
+    if _is_read_elsewhere(program, scores, output, weights, tail):
         raise Unfit(READ_ELSEWHERE)
     if goal.op not in axes or (not chain and goal.op != scores):
         raise Unfit("its scores do not come from one product of queries and keys")
@@ -253,32 +288,35 @@ def _place(
     if any(_reduced(program, axes, i) for i in chain):
         raise Unfit("its scores are changed after their largest was subtracted, or normalized")
     layout.name_heads()
+    if _is_loop(program, scores, layout):
+        raise Unfit(LOOP)
     varying = _varying(program)
     scope = ops[scores].scope
-    along, masked, scaled = _dependence(program, layout, axes, scores, chain, varying)
+    if _is_table(program, scores, output, layout, varying):
+        raise Unfit(TABLE)
     _require_softmax(program, scores, exponential, chain, weights, varying)
     _require_keys(program, axes, [i for i in path if i not in chain], layout.keys)
-    _require_affine(program, scores, chain, scaled, varying)
+    for i in chain:
+        if ops[i].name not in AFFINE:
+            name = ops[i].name
+            raise Unfit(f"its scores are changed by {name}: they are not scale q.k + bias")
+    steps = factors.steps(program, scores, chain, axes, varying)
+    leaves = (x for step in steps for tree in step.inputs for x in factors.leaves(tree))
+    sources = tuple(x.ref for x in leaves if x.varies)
+    layout.take_time([factors.Part(x, y.axes) for y in steps for x in y.inputs if x is not None])
     program.attention |= attention
     operands = (x.aval for i in (scores, output) for x in ops[i].equation.invars)
     results = (ops[i].equation.outvars[0].aval for i in attention)
     both = (x.dtype for x in (*operands, *results))
     dtypes = frozenset(x.name for x in both if jnp.issubdtype(x, jnp.floating))
-    return Place(
-        scores,
-        output,
-        goal,
-        chain,
-        path,
-        layout,
-        line,
-        scope,
-        words,
-        along,
-        masked,
-        scaled,
-        dtypes,
-    )
+    words += tuple(ops[i].name for i in tail if ops[i].name not in {*MOVES, "convert_element_type"})
+    base = math.log(2) if ops[exponential].name == "exp2" else 1.0
+    place = Place(
+        scores, output, goal, chain, path, layout, line, scope, words, steps, base, moves, tail,
+        sources, dtypes,
+    )  # fmt: skip
+    factors.Factors.of(program, place)  # Unfit if it cannot be read in linear time
+    return place
 
 
 def _followed(program: Program, scores: int, output: int) -> dict[int, list[Axis]]:
@@ -306,50 +344,6 @@ def _unshifted(program: Program, exponential: int, axes: dict[int, list[Axis]]) 
     return goal
 
 
-def _dependence(
-    program: Program,
-    layout: Layout,
-    axes: dict[int, list[Axis]],
-    scores: int,
-    chain: list[int],
-    varying: set[int],
-) -> tuple[frozenset, bool, bool]:
-    """How mask and scale depend on the inputs of the program: `along`, `masked`, `scaled`."""
-    inside, along = {scores, *chain}, set()
-    masked = scaled = False
-    queries = (atom for atom in layout.sizes if atom[0] != layout.keys[0])
-    free = [atom for atom in queries if atom[0] != "batch"]
-    for i in chain:
-        name, inputs = program.ops[i].name, program.ops[i].inputs
-        is_score = [ref.op in inside for ref in inputs]
-        # jnp.where(mask, scores, -inf) has the scores last
-        may_join = name == "select_n" and is_score == [False, False, True]
-        scaled |= name == "select_n" and sum(is_score) > 1
-        for ref in (x for x, known in zip(inputs, is_score, strict=True) if not known):
-            if not _varies(ref, varying):
-                continue
-            if name in ("mul", "div"):
-                scaled = True
-                continue
-            masked = True
-            for atom in free:
-                rows = [j for j, axis in enumerate(axes[i]) if atom in axis]
-                if not rows or not _is_same_along(program, ref, rows[0], varying, may_join):
-                    along.add(atom)
-    return frozenset(along), masked, scaled
-
-
-def _require_affine(
-    program: Program, scores: int, chain: list[int], scaled: bool, varying: set[int]
-) -> None:
-    """Raise Unfit for scores that are scale q.k + bias for some inputs of the program alone."""
-    for i in chain:
-        op, inside = program.ops[i], {scores, *chain}
-        others = (x for x in op.inputs if x.op not in inside)
-        if op.name not in AFFINE and (scaled or any(_varies(x, varying) for x in others)):
-            raise Unfit(f"its scores are scale q.k + bias for some arguments alone: {op.name}")
-
-
 def _require_softmax(
     program: Program,
     scores: int,
@@ -360,8 +354,6 @@ def _require_softmax(
 ) -> None:
     """Raise Unfit for weights that are softmax of the scores for some inputs or lengths alone."""
     ops, path = program.ops, _between(program, scores, weights)
-    if ops[exponential].name == "exp2":
-        raise Unfit("its exponentials have the base 2")
     masks = [ops[i].inputs[0] for i in chain if ops[i].name == "select_n"]
     for i in path:
         name, inputs = ops[i].name, ops[i].inputs
@@ -379,7 +371,24 @@ def _require_softmax(
                 continue
             value = _number(program, ref, varying)
             if value is None or not neutral(value):
-                raise Unfit("its weights are changed after the softmax, as by dropout")
+                others = (x for j in path for x in ops[j].inputs if x.op not in path)
+                random = any(_is_random(program, x) for x in others)
+                how = "as by dropout" if random else f"by {name}"
+                raise Unfit(f"its weights are changed after the softmax, {how}")
+
+
+def _is_random(program: Program, ref: Ref) -> bool:
+    """True for what depends on random numbers."""
+    left, visited = [ref.op], set()
+    while left:
+        number = left.pop()
+        if number is None or number in visited:
+            continue
+        visited.add(number)
+        if program.ops[number].name.startswith(("random_", "threefry")):
+            return True
+        left += [x.op for x in program.ops[number].inputs]
+    return False
 
 
 def _is_masked(number: float) -> bool:
@@ -454,12 +463,106 @@ def _adds_product(program: Program, inside: set[int]) -> bool:
     return False
 
 
-def _is_read_elsewhere(program: Program, exponential: int, output: int, weights: Ref) -> bool:
-    """True if more than the product with the values reads the weights, or parts of them."""
-    inside = {exponential, *_between(program, exponential, weights)}
+def _late_division(
+    program: Program,
+    axes: dict[int, list[Axis]],
+    scores: int,
+    exponential: int,
+    output: int,
+    keys: tuple,
+) -> tuple[list[int], list[int]]:
+    """Operations from a product with the values to its division by the sum of the weights.
+
+    The first list has those that move its axes. The second one has also the sum, what follows it,
+    and the division, which is the last. Both are empty if the weights were divided before.
+    """
+    ops, none, moving = program.ops, ([], []), {*MOVES, "convert_element_type"}
+    moves, last = [], output
+    while True:
+        users = [i for i, op in enumerate(ops) if any(ref.op == last for ref in op.inputs)]
+        if len(users) != 1 or any(ref.op == last for ref in program.outputs):
+            return none
+        (user,) = users
+        if ops[user].name == "div" and ops[user].inputs[0].op == last:
+            break
+        if ops[user].name not in moving:
+            return none
+        moves.append(last := user)
+    below, ref = [], ops[user].inputs[1]
+    while ref.op is not None and ops[ref.op].name in {*moving, "add", "max"}:
+        op = ops[ref.op]
+        below.append(ref.op)
+        number = _number(program, op.inputs[1], _varying(program)) if len(op.inputs) > 1 else 0
+        if number is None or abs(number) > ROUNDING:
+            return none
+        ref = op.inputs[0]
+    parts = {exponential, *_between(program, exponential, Ref(output))}
+    if ref.op is None or ops[ref.op].name != "reduce_sum" or ops[ref.op].inputs[0].op not in parts:
+        return none
+    if _reduced(program, axes, ref.op) != {keys}:
+        return none
+    return moves, [*sorted([*moves, *below, ref.op]), user]
+
+
+def _is_loop(program: Program, scores: int, layout: Layout) -> bool:
+    """True in the body of a scan over queries: its keys are the same at each step."""
+    if program.scanned is None:
+        return False
+    first, carried = program.scanned
+    query, key = (_inputs(program, program.ops[scores].inputs[i]) for i in layout.operands)
+    slices = {i for i in query if i >= first}
+    return all(i < first for i in key) and min(slices, default=-1) >= first + carried
+
+
+def _inputs(program: Program, ref: Ref) -> set[int]:
+    """Inputs of the program that a value depends on."""
+    found, left, visited = set(), [ref], set()
+    while left:
+        ref = left.pop()
+        if ref.input is not None:
+            found.add(ref.input)
+        if ref.op is not None and ref.op not in visited:
+            visited.add(ref.op)
+            left += program.ops[ref.op].inputs
+    return found
+
+
+def _is_table(
+    program: Program, scores: int, output: int, layout: Layout, varying: set[int]
+) -> bool:
+    """True for keys or values without an axis of examples that are not computed from tokens."""
+    ops, sizes = program.ops, layout.sizes
+    query, key = (ops[scores].inputs[i] for i in layout.operands)
+    others = [atom for atom, n in sizes.items() if n != 1 and atom != layout.keys]
+    batch = [x for x in others if x[0] in ("batch", layout.keys[0])]  # axes that the keys have
+    values, (names, *_) = ops[output].inputs[layout.values], layout.value_dims
+    batch_of_values = [x for axis in names for x in axis if x in others]
+
+    def is_given(ref: Ref) -> bool:
+        return not _varies(ref, varying) or _is_raw(program, ref)
+
+    if not batch and not _varies(key, varying):
+        return True
+    if not batch and _is_raw(program, key):
+        return len(others) > 1 or not _is_raw(program, query)
+    return bool(batch) and not batch_of_values and is_given(values)
+
+
+def _is_raw(program: Program, ref: Ref) -> bool:
+    """True for an input of the program as it is."""
+    while ref.op is not None and program.ops[ref.op].name in {*MOVES, "convert_element_type"}:
+        ref = program.ops[ref.op].inputs[0]
+    return ref.input is not None
+
+
+def _is_read_elsewhere(
+    program: Program, scores: int, output: int, weights: Ref, tail: Sequence[int]
+) -> bool:
+    """True if more than the product with the values reads the scores, weights, or parts of them."""
+    inside = {scores, *_between(program, scores, weights), *tail[:-1]}
     refs = list(program.outputs)
     for number, op in enumerate(program.ops):
-        if number not in inside and number != output:
+        if number not in (*inside, output, *tail[-1:]):
             refs += op.inputs
     return any(ref.op in inside for ref in refs)
 
@@ -490,35 +593,6 @@ def _varying(program: Program) -> set[int]:
         if any(_varies(ref, varying) for ref in op.inputs):
             varying.add(number)
     return varying
-
-
-def _is_same_along(
-    program: Program, ref: Ref, axis: int, varying: set[int], may_join: bool
-) -> bool:
-    """True if what depends on the inputs is the same along an axis, by being broadcast.
-
-    With `may_join`, constants that differ along the axis may be joined to it by "and": a causal
-    mask to a mask of keys.
-    """
-    shape = _shape(program, ref)
-    if may_join and not _varies(ref, varying):
-        return True
-    if shape is not None and (shape[axis:] or (1,))[0] == 1:
-        return True
-    if ref.op is None or not program.ops[ref.op].inputs:
-        return False
-    op = program.ops[ref.op]
-    if op.name == "broadcast_in_dim":
-        onto = list(op.equation.params["broadcast_dimensions"])
-        if axis not in onto:
-            return True
-        return _is_same_along(program, op.inputs[0], onto.index(axis), varying, may_join)
-    if op.name in MOVES or op.name in STIRS:
-        return False
-    shapes = [_shape(program, x) for x in op.inputs]
-    aligned = shape is not None and is_elementwise(shapes, shape)
-    may_join = may_join and op.name in ("and", "convert_element_type", "copy", "stop_gradient")
-    return aligned and all(_is_same_along(program, x, axis, varying, may_join) for x in op.inputs)
 
 
 def _shape(program: Program, ref: Ref) -> tuple[Size, ...] | None:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from performer.linearization.measure import fits
+from performer.linearization.masks import fits
 from performer.nnx.layer import PerformerAttention
 
 SCOPE = "performer_attention"

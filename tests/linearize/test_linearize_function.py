@@ -11,7 +11,7 @@ import pytest
 import performer
 from performer import Exact, calibration, couplings
 from performer.linearization import recipes
-from performer.linearization.measure import alibi_slopes
+from performer.linearization.masks import alibi_slopes
 from performer.linearization.program import Values
 from tests.support import zoo
 from tests.support.attention_inputs import by_op

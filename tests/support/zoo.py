@@ -236,12 +236,6 @@ def normalised():
     return model, batches(projections(temperature=(HEADS,)))
 
 
-def memory():
-    """Keys that the function closes over, and values that it makes of NumPy's."""
-    keys, values = array(60, WIDTH, T), np.asarray(array(61, T, WIDTH))
-    return (lambda x: jax.nn.softmax(x @ keys / 4) @ jnp.asarray(values)), batches()
-
-
 def gpt():
     """Causal attention over the prompt; with a cache, of a token over what the cache holds."""
 
@@ -478,13 +472,13 @@ def beside(*left):
 LINEAR = {
     **{ways: len(WAYS), encoder_decoder: 3, scanned: 3, checkpointed: 2, perceiver: 1},
     **{nnx_scan: 2, linen_layer: 1, equinox_layer: 1, haiku_layer: 1, packed: 1},
-    **{bfloat16: 1, normalised: 1, memory: 1},
+    **{bfloat16: 1, normalised: 1},
 }
 """Model -> layers of attention, all of which are replaced; other models have tests of their own."""
 LEFT = {
     t5_bias: "a bias that is no mask",
     sliding_window: "neither of keys, nor causal, nor of packed sequences",
-    soft_cap: "is there a soft cap",
+    soft_cap: "changed by tanh",
     dropout: "as by dropout",
     squared: "is not what it computes",
     conditional: "inside cond",

@@ -1,0 +1,108 @@
+"""`performer.linearize` of the forms of attention in `tests.support.forms`."""
+
+import warnings
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import performer
+from performer import Exact
+from tests.support import forms
+from tests.support.forms import ALONG_FACTORS, EXACT, MORE, READ
+from tests.support.tiers import tiers
+
+ALL = dict(exact=Exact(1000, keys=1000), num_features=4)
+"""All keys are exact: the new function is the old one."""
+TOKENS = 4096
+
+
+def name(form):
+    return form.__name__
+
+
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def arguments(form, seed=0):
+    """Queries, keys and values, and what more the form has."""
+    arrays = [normal(seed + i, shape) for i, shape in enumerate(forms.heads())]
+    more = (ALONG_FACTORS | MORE).get(form)
+    return arrays if more is None else [*arrays, jnp.asarray(more)]
+
+
+def rows(form):
+    """Queries that exist: with segments, 0 is padding."""
+    more = ALONG_FACTORS.get(form)
+    exist = more is not None and more.dtype in (bool, int)
+    return np.asarray(more) > 0 if exist else np.ones((forms.B, forms.T), bool)
+
+
+CORE = [forms.padding_causal, forms.segments_causal, forms.slopes, forms.divided_late_causal]
+
+
+@pytest.mark.parametrize("form", tiers([*ALONG_FACTORS, *READ], CORE, name))
+def test_a_form_that_is_read_equals_the_function(form):
+    new, report = performer.linearize(form, [arguments(form)], **ALL)
+    assert not report.left
+    got, want = jax.jit(lambda *x: (new(*x), form(*x)))(*arguments(form, 5))
+    if got.shape[:2] == rows(form).shape:
+        got, want = got[rows(form)], want[rows(form)]
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", tiers(EXACT, list(EXACT), name))
+def test_a_form_that_stays_exact_has_a_true_reason(form):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match=EXACT[form]):
+            performer.measure(form, [arguments(form)])
+
+
+def shapes(jaxpr):
+    """Shapes of all arrays that a program computes."""
+    for equation in jaxpr.eqns:
+        yield from (x.aval.shape for x in equation.outvars)
+        for inner in jex.jaxprs_in_params(equation.params):
+            yield from shapes(getattr(inner, "jaxpr", inner))
+
+
+OTHERS = [forms.layers_in_a_scan, forms.divided_late_causal, forms.base_two_causal, forms.cosine]
+
+
+@pytest.mark.parametrize("form", tiers([*ALONG_FACTORS, *OTHERS], CORE[:3], name))
+def test_no_array_over_pairs(form):
+    """The new function is linear in the length: masks, biases and scales are read as factors."""
+    new, _ = performer.linearize(form, [arguments(form)], num_features=4, exact=Exact(0))
+    heads = [jax.ShapeDtypeStruct(x, jnp.float32) for x in forms.heads(TOKENS, b=1)]
+    more = ALONG_FACTORS.get(form)
+    if more is not None:
+        shape = (1, TOKENS) if more.ndim == 2 else more.shape
+        heads.append(jax.ShapeDtypeStruct(shape, more.dtype))
+    traced = jax.make_jaxpr(new)(*heads)
+    assert not [x for x in shapes(traced.jaxpr) if x.count(TOKENS) > 1]
+
+
+def falling(q, k, v, slope):
+    """ALiBi whose slopes may have any sign."""
+    t = q.shape[1]
+    return forms.attend(q, k, v, forms.tri(t), -slope[:, None, None] * forms.distance(t))
+
+
+OTHER_KINDS = {
+    forms.padding_times_number: (forms.VALID.astype(np.float32), np.float32(0.5)),
+    falling: (forms.SLOPES, np.float32(-1)),
+}
+"""Form -> its last argument, and a factor with which it is no mask or bias that is supported."""
+
+
+@pytest.mark.parametrize("form", tiers(OTHER_KINDS, list(OTHER_KINDS), name))
+def test_an_argument_of_another_kind_gives_nan(form):
+    (more, factor), tokens = OTHER_KINDS[form], [normal(i, x) for i, x in enumerate(forms.heads())]
+    new, _ = performer.linearize(form, [(*tokens, more)], **ALL)
+    compiled = jax.jit(new)
+    assert jnp.isfinite(compiled(*tokens, more)).all()
+    assert jnp.isnan(compiled(*tokens, more * factor)).all()
