@@ -62,7 +62,8 @@ SUMS_HEADS = "its product with the values sums over heads also: sum over heads a
 SUM = "its scores are a sum of several products: if all are of queries and keys, concatenate these"
 TABLE = (
     "its keys or values are an argument or a constant that all examples share, as the table of a"
-    " vocabulary or of bins: parameters are no tokens"
+    " vocabulary or of bins: parameters are no tokens (tokens of one example need an axis of"
+    " examples)"
 )
 LOOP = "in a loop over queries: compute the attention of all queries at once"
 COMPARISONS = {"lt", "le", "gt", "ge", "sort", "top_k"}
