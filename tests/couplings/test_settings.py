@@ -62,7 +62,7 @@ def test_rows_that_are_formed_again_are_so_in_64_bits():
     """`robust`, at a norm where the rows of the default are lost."""
     rng = np.random.default_rng(0)
     query, value = rng.standard_normal((2, 1, 70, 2, 4))
-    query *= 60 * 2**0.5 / np.linalg.norm(query, axis=-1, keepdims=True)
+    query *= 300 * 2**0.5 / np.linalg.norm(query, axis=-1, keepdims=True)
     frequencies = rng.standard_normal((12, 4), np.float32)
     want = reference_attention(query, -query, value, frequencies, is_causal=True)
     with strict(x64=True):
@@ -71,5 +71,5 @@ def test_rows_that_are_formed_again_are_so_in_64_bits():
             performer_attention(*args, is_causal=True, implementation=name)
             for name in (None, "robust")
         )
-    assert np.abs(lost - want).max() > 1
-    np.testing.assert_allclose(got, want, rtol=4e-8, atol=4e-8)  # e^-BESIDE of `sweep`
+    assert np.isnan(lost).any()
+    np.testing.assert_allclose(got, want, rtol=4e-8, atol=4e-8)  # e^-NEGLIGIBLE of `sweep`
