@@ -121,9 +121,9 @@ def reference_attention(
         terms = []
         for head in members:
             key_head = head * k // n
+            given = query[i, :, head] * root, key[i, :, key_head] * root
             q, keys, w, log_a = _one_head(
-                query[i, :, head] * root,
-                key[i, :, key_head] * root,
+                *given,
                 _head(frequencies, 2, head, n),
                 None if weights is None else _head(weights, 1, head, n),
                 [_head(x, rank, key_head, k) for x, rank in zip(leaves, _RANKS, strict=True)],
@@ -134,7 +134,10 @@ def reference_attention(
                 q, keys, w_query, w, log_a, chosen_map, with_epsilon,
                 key_bias[i, :, key_head], absolute,
             )  # fmt: skip
-            terms.append((*head_terms, q @ keys.T, np.abs(q) @ np.abs(keys).T))
+            # Terms are e^{q.(k - c)}; M q and M^-1 (k - c) have that product up to rounding.
+            c = _head(leaves[0], 1, key_head, k)
+            size = np.abs(given[0]) @ (np.abs(given[1]) + np.abs(c)).T
+            terms.append((*head_terms, given[0] @ (given[1] - c).T, size))
         if pairs.keys:
             chosen = _heaviest(terms, allowed[i, members], key_bias[i, :, key_head], pairs.keys)
             exact[i, members] |= chosen
