@@ -222,7 +222,8 @@ def near(
     if segments is not None and t == exists.shape[1]:
         ids = segments[0]
         same = ids[:, :, None] == ids[:, None]
-        before = jnp.sum(jnp.tri(t, k=-1, dtype=bool)[None] & same & exists[:, None], axis=-1)
+        earlier = jnp.tri(t, k=-1, dtype=bool)[None] & same & exists[:, None]
+        before = jnp.sum(earlier, axis=-1, dtype=jnp.int32)
         order = jnp.argsort(jnp.argsort(ids, stable=True), stable=True)
         query = key = order.astype(jnp.int32)
     return is_near(query, key, before, exact)[:, None]

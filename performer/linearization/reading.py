@@ -306,13 +306,15 @@ class _Reader:
                 raise Unfit("its mask compares two numbers of each query and key")
             else:
                 segments = query.astype(jnp.int32)
-                self.checks += [jnp.all(segments == query), jnp.all((query == key) | ~keys)]
+                same = segments.astype(query.dtype) == query
+                self.checks += [jnp.all(same), jnp.all((query == key) | ~keys)]
         return segments
 
     def in_order(self, query: Array, key: Array, keys: Array) -> Array:
         """True if positions make a causal mask: none is before, and each later one is larger."""
         shape = jnp.broadcast_shapes(key.shape, keys.shape)
-        key, keys = jnp.broadcast_to(key, shape).astype(jnp.float32), jnp.broadcast_to(keys, shape)
+        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+        key, keys = jnp.broadcast_to(key, shape), jnp.broadcast_to(keys, shape)
         if "causal" not in self.kind:
             return jnp.min(query) >= jnp.max(jnp.where(keys, key, -jnp.inf))
         before = jax.lax.cummax(jnp.where(keys, key, -jnp.inf), axis=1)
@@ -335,7 +337,7 @@ class _Reader:
             if slopes is not None and not varying:
                 level, seen = self.joined(fixed, visible, len(slopes))
                 self.agrees["bias"] = bool(
-                    flat(level, seen, jnp.asarray(slopes, level.dtype), jnp.asarray(distance))
+                    flat(level, seen, *(jnp.asarray(x, level.dtype) for x in (slopes, distance)))
                 )
                 return None
             parts = [fixed, *(self.at(x.part, self.rows) for x in varying)]

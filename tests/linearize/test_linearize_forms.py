@@ -54,6 +54,19 @@ def test_a_form_that_is_read_equals_the_function(form):
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+STRICT = [forms.positions, forms.segments, forms.padding_causal]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", STRICT, ids=name)
+def test_forms_with_64_bits_and_strict_promotion(form):
+    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with jax.enable_x64(True), strict[0], strict[1]:
+        new, _ = performer.linearize(form, [arguments(form)], **ALL)
+        got, want = (f(*arguments(form, 5)) for f in (new, form))
+        np.testing.assert_allclose(got[rows(form)], want[rows(form)], atol=1e-5)
+
+
 @pytest.mark.parametrize("form", tiers(EXACT, list(EXACT), name))
 def test_a_form_that_stays_exact_has_a_true_reason(form):
     with warnings.catch_warnings():
