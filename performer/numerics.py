@@ -29,15 +29,16 @@ def dot(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
     wide = float32_or_wider(left, right)
     if dtype == jnp.bfloat16 and _is_cheap(equation, left, right):
         dtype = wide
+    # JAX cannot lower narrow operands under strict promotion: sums over an axis that only one of
+    # them has, and the gradient of two bfloat16 ones.
+    strict = cast(Any, jax.config).jax_numpy_dtype_promotion == "strict"
     if dtype != jnp.bfloat16:
         left, right = left.astype(dtype), right.astype(dtype)
         wide, precision = float32_or_wider(left), "highest"
     else:
         precision = BFLOAT16
-        # JAX cannot lower the gradient of two bfloat16 operands under strict promotion.
-        strict = cast(Any, jax.config).jax_numpy_dtype_promotion == "strict"
-        if left.dtype != right.dtype or strict:
-            left, right = left.astype(wide), right.astype(wide)
+    if strict or left.dtype != right.dtype:
+        left, right = left.astype(wide), right.astype(wide)
     return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=wide)
 
 

@@ -520,7 +520,8 @@ def _with_exact_rows(
     """The first r queries with softmax attention, at the cost of O(s) each."""
     if not r:
         return output, residual
-    (b, _, n, v), k = output.shape, x.keys.key.shape[2]
+    (b, t, n, v), k = output.shape, x.keys.key.shape[2]
+    r = r if is_symbolic_dim(t) else min(r, t)
     query = x.query if x.given is None else x.given
     query = query[:, :r].reshape(b, r, k, n // k, -1)
     rows = exact_rows(query, Selected(counted(x.keys)), plan.scale)

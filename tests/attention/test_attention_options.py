@@ -173,6 +173,8 @@ EXACT = {
     | {"implementation": "blocked"},
     "window": {"exact_keys": "some", "order": "t = s", "exact": Exact(window=2)}
     | {"lengths": "traced", "exact_rows": 2},
+    "more rows than queries": {"exact_rows": 9},
+    "float16": {"exact_rows": 2, "dtype": "float16", "calibration": "one traced"},
 }
 
 
@@ -576,7 +578,7 @@ def test_the_matrix_makes_the_output(number):
     assert off(case, sizes_of(case), np.random.default_rng(number), by_matrix) < FAR, case
 
 
-@pytest.mark.parametrize("name", tiers(EXACT, ["calibrated", "masked"]))
+@pytest.mark.parametrize("name", tiers(EXACT, ["calibrated", "masked", "more rows than queries"]))
 def test_exact_keys_and_rows(name, eight_devices):
     case = PLAIN | EXACT[name]
     for attend in (ours, by_matrix):
