@@ -230,7 +230,7 @@ def near(
 
 
 def is_near(query: Array, key: Array, before: Array, exact: Exact) -> Bool[Array, "*b t s"]:
-    """Those pairs of queries (..., t) and keys (..., s) at these positions.
+    """Pairs, as `near` has them, of queries (..., t) and keys (..., s) at these positions.
 
     `before` is the number of keys that exist before each key, in its own sequence.
     """

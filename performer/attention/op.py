@@ -525,10 +525,10 @@ def _with_exact_rows(
     query = x.query if x.given is None else x.given
     query = query[:, :r].reshape(b, r, k, n // k, -1)
     rows = exact_rows(query, Selected(counted(x.keys)), plan.scale)
-    first, logs = _output(rows, replace(plan, residual=True))
+    first, logs = states.finished(rows)
     output = output.at[:, :r].set(first.astype(output.dtype).reshape(b, r, n, v))
     if residual is not None:
-        residual = residual.at[:, :r].set(cast(Array, logs).reshape(b, r, n))
+        residual = residual.at[:, :r].set(logs.reshape(b, r, n))
     return output, residual
 
 
@@ -542,12 +542,8 @@ def _fits(x: Arguments, num_features: Any, plan: Plan) -> bool:
 
 
 def _output(rows: State, plan: Plan) -> tuple[Array, Array | None]:
-    """The output of rows, and the logarithms of their normalisers."""
-    if not plan.residual:
-        return ratio(rows), None
-    positive = rows.normaliser > 0
-    logs = jnp.where(positive, jnp.log(jnp.where(positive, rows.normaliser, 1.0)), -jnp.inf)
-    return ratio(rows), jnp.where(positive, rows.maximum + logs, -jnp.inf)
+    """The output of rows, and the logarithms of their normalisers if the plan has them."""
+    return states.finished(rows) if plan.residual else (ratio(rows), None)
 
 
 def _of_state(

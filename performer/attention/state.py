@@ -147,6 +147,13 @@ def ratio(rows: State) -> Float[Array, "*t v"]:
     return normalised(rows.numerator, rows.normaliser)
 
 
+def finished(rows: State) -> tuple[Float[Array, "*t v"], Float[Array, "*t"]]:
+    """The output of rows, and the logarithms of their normalisers: -inf without keys."""
+    nothing = rows.normaliser <= 0  # not NaN: a lost row
+    logs = rows.maximum + jnp.log(jnp.where(nothing, 1.0, rows.normaliser))
+    return ratio(rows), jnp.where(nothing, -jnp.inf, logs)
+
+
 # Keys -> state
 
 

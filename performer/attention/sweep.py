@@ -68,11 +68,11 @@ from performer.features import Split
 from performer.numerics import anywhere, dot, exponentials, finite, operand_dtype, weighted
 from performer.typing import Size, float32_or_wider
 
-EXACT = 1e9
-"""Row sums above EXACT times the least number of their dtype have lost no digit to underflow."""
+HEADROOM = 1e9
+"""Row sums above HEADROOM times the least number of their dtype have lost no digit to underflow."""
 NEGLIGIBLE = 17.0
 """e^-NEGLIGIBLE is below the resolution of float32 at 1."""
-LOST = EXACT * float(np.finfo(np.float32).tiny)
+LOST = HEADROOM * float(np.finfo(np.float32).tiny)
 """Row sums of float32 below this are lost."""
 ABOVE_LOST = math.log(LOST) + NEGLIGIBLE
 """Rows with this logarithm, of no weight, leave a normaliser below 1 where a lost row matters."""
@@ -521,7 +521,7 @@ def _kernel(
     if query_split[0].shape[-1] == 1:  # features share the exponent, and may have signs
         return weights, nu + largest, jnp.full_like(largest, -jnp.inf)
     total = jax.lax.stop_gradient(jnp.sum(weights, axis=-1))
-    least = EXACT * jnp.finfo(total.dtype).tiny
+    least = HEADROOM * jnp.finfo(total.dtype).tiny
     lost = total < least
     total = jnp.where(lost, 1.0, total)
     maximum = jnp.where(lost, -jnp.inf, nu + largest + jnp.log(total))

@@ -1,4 +1,4 @@
-"""What is written in the code of a call, compared with what was measured."""
+"""Comparison of masks, slopes and scales in the code of a call with the measured ones."""
 
 from typing import NamedTuple
 

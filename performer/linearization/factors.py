@@ -46,7 +46,7 @@ class Leaf(NamedTuple):
     varies: bool
     """True if it depends on the arguments."""
     name: str
-    """Of the operation that computes it, "" for an argument or a constant."""
+    """Name of the operation that computes it, "" for an argument or a constant."""
     dtype: Any
 
 
@@ -65,7 +65,7 @@ class Node(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """Of its result."""
+        """Dtype of its result."""
         return self.op.equation.outvars[0].aval.dtype
 
 
@@ -77,7 +77,7 @@ class Step(NamedTuple):
 
     name: str
     axes: list[Axis]
-    """Of its result."""
+    """Axes of its result."""
     inputs: tuple[Tree | None, ...]
     """None stands for the scores."""
 
@@ -274,7 +274,7 @@ NEG: Factor = ("neg", None)
 
 @dataclass
 class Factors:
-    """What the steps of a place do, sorted by what it depends on."""
+    """Scales, masks and biases of the steps of a place, sorted by the axes that they have."""
 
     program: Program
     layout: Layout
@@ -401,7 +401,7 @@ class Factors:
         self.pairings.append(Pairing(name, left, right))
 
     def _decide(self, part: Part, when: bool) -> None:
-        """Of a part with two values: where it has the one that is asked for."""
+        """Require one of the two values of a part."""
         two = self._two_valued(part)
         if two is None or two[0] is part:
             raise Unfit(
@@ -451,7 +451,7 @@ class Factors:
         return tree.name in COMPARED and any(map(self.over_pairs, part.of(*tree.inputs)))
 
     def _units(self, part: Part) -> list[Part] | None:
-        """What an array of 0 and 1 is made of, for a check; None if it may have other numbers."""
+        """Parts of an array of 0 and 1, for a check; None if it may have other numbers."""
         tree = part.tree
         if tree.dtype == bool:
             return []

@@ -207,7 +207,7 @@ class Layout:
                 self.batch, self.heads = [], self.batch
 
     def take_time(self, parts: Sequence[Any]) -> None:
-        """Take the axis that masks have beside the keys for time, where heads are as many."""
+        """Take the axis that masks have, apart from the keys, for time, where heads are as many."""
         same = [x for x in self.groups if self.sizes[x] == self.sizes[self.time]]
         pairs = [x for x in parts if x.along(self.keys)]
         if not same or any(x.along(self.time) for x in pairs):

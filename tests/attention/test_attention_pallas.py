@@ -203,8 +203,13 @@ def test_lost_rows_are_those_without_the_kernel(platform, monkeypatch):
     )
     key = key.at[:, :128].multiply(1.5)
     args, options = (query, key, value, frequencies), dict(is_causal=True)
-    got, want = (ours(*args, implementation=x, **options) for x in (PALLAS, None))
+    options["return_residual"] = True
+    (got, log), (want, wanted_log) = (
+        ours(*args, implementation=x, **options) for x in (PALLAS, None)
+    )
     lost = np.isnan(want)
+    for residual in (log, wanted_log):
+        np.testing.assert_array_equal(np.isnan(residual), lost.any(axis=-1))
     np.testing.assert_array_equal(np.isnan(got), lost)
     assert 0 < lost.mean() < 1
     close(np.where(lost, 0, got), np.where(lost, 0, want), 1e-4)

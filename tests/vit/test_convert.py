@@ -212,7 +212,7 @@ def test_converted_run_evaluates_and_trains_on(converted, tmp_path):
 
 
 def test_a_run_and_its_conversion_on_the_same_pictures(converted, softmax_run, tmp_path):
-    """Accuracies are those of the evaluation; the difference is theirs, with McNemar's error."""
+    """Accuracies are those of the evaluation; the paired difference has McNemar's error."""
     settings, other = config.of_run(softmax_run), tmp_path / "other"
     settings.seed = 1
     train.train(settings, other)

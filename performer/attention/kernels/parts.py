@@ -56,7 +56,7 @@ def rows(
     exists = log > -jnp.inf
     of_features = State(*map(partial(_grouped, keys=keys), (log, exists.astype(log.dtype), output)))
     joined = combine(of_features, exact_rows(queries.exact, selected, plan.scale))
-    output, log = _finished(joined)
+    output, log = states.finished(joined)
     return output.astype(x.query.dtype).reshape(b, t, n, -1), log.reshape(b, t, n), state
 
 
@@ -127,7 +127,7 @@ def _rows_of_state(x: Arguments, state: State, *, features: Features, plan: Plan
     b, t, n, h = x.query.shape
     query, dtype = x.query.reshape(b, t, len(state.maximum), -1, h), operand_dtype(x.query)
     rows = by_block(lambda query: look_up(query_map, query, state, dtype), query, plan.block)
-    output, log = _finished(rows)
+    output, log = states.finished(rows)
     return output.astype(x.query.dtype).reshape(b, t, n, -1), log.reshape(b, t, n)
 
 
@@ -142,7 +142,7 @@ def _attention(
     if plan.kernel.is_causal:
         ends = nothing if before is None else before, None
         rows, _ = sweep(maps, Queries(query), keys, ends, plan)
-        output, L = _finished(rows)
+        output, L = states.finished(rows)
         return output.astype(x.query.dtype).reshape(b, t, n, -1), L.reshape(b, t, n)
     state = states.summarise(maps[1], keys, nothing, plan.block)
     if log:
@@ -150,13 +150,6 @@ def _attention(
     block = lambda queries: attend(maps[0], queries, state, dtype).astype(dtype)  # noqa: E731
     output = by_block(block, Queries(query), plan.block)
     return output.astype(x.query.dtype).reshape(b, t, n, -1), None
-
-
-def _finished(rows: State) -> tuple[Array, Array]:
-    """Outputs and logarithms of normalisers, -inf without keys."""
-    positive = rows.normaliser > 0
-    log = jnp.log(jnp.where(positive, rows.normaliser, 1.0)) + rows.maximum
-    return states.ratio(rows), jnp.where(positive, log, -jnp.inf)
 
 
 def _grouped(x: Array, keys: Keys) -> Array:
