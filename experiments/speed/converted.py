@@ -12,29 +12,29 @@ pictures take turns, size by size; the best of --repeats counts.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from experiments.common import harness, launch, statistics, timing
 from vit import config as configs
-from vit import data, use
-from vit.run import runs as restored
+from vit.run import runs as run_folders
 
 Row = harness.Row
 
 
-def correct(run: restored.Restored, trained: use.Trained) -> np.ndarray:
+def correct(run: run_folders.Restored) -> np.ndarray:
     """Return 1 for each picture of the split whose class is right, else 0."""
-    hits: list[np.ndarray] = []
-    for batch in data.eval_batches(run.dataset, run.config.data):
-        logits, _ = trained.forward(np.asarray(batch["image"]))
-        right = np.argmax(logits, axis=-1) == np.asarray(batch["label"])
+    graph, state = nnx.split(run.model())
+    classes, hits = jax.jit(partial(predicted, graph)), []
+    for batch in run.batches():
+        right = np.asarray(classes(state, batch["image"]) == batch["label"])
         hits.append(right[np.asarray(batch["mask"]) > 0])
     return np.concatenate(hits).astype(float)
 
@@ -54,42 +54,38 @@ def forward(graph: Any, state: Any, pixels: Any) -> Any:
     return nnx.merge(graph, state)(pixels)[0]
 
 
-def timed(models: Iterable[use.Trained], batch_size: int, repeats: int) -> list[Row]:
-    """Return milliseconds and memory of a forward pass, the models in turn."""
-    programs = {}
-    for i, trained in enumerate(models):
-        side = trained.config.data.image_size
-        pixels = jnp.zeros((batch_size, side, side, trained.channels), jnp.float32)
-        graph, state = nnx.split(trained.model)
-        programs[i] = timing.compiled(partial(forward, graph), state, pixels)
-    best = timing.race({str(i): x.call for i, x in programs.items()}, repeats)
+def predicted(graph: Any, state: Any, pixels: Any) -> Any:
+    """Return the classes of pictures."""
+    return jnp.argmax(forward(graph, state, pixels), axis=-1)
+
+
+def timed(runs: Sequence[run_folders.Restored], batch_size: int, repeats: int) -> list[Row]:
+    """Return milliseconds and memory of a forward pass, the runs in turn."""
+    programs = []
+    for run in runs:
+        pixels = next(run.batches())["image"][:batch_size].astype(jnp.float32)
+        graph, state = nnx.split(run.model())
+        programs.append(timing.compiled(partial(forward, graph), state, pixels))
+    best = timing.race({str(i): x.call for i, x in enumerate(programs)}, repeats)
+    first, *_ = seconds = [best[str(i)].wall for i in range(len(programs))]
     return [
-        {
-            "forward, ms": 1e3 * best[str(i)].wall,
-            "times as fast": best["0"].wall / best[str(i)].wall,
-            "memory, MiB": x.temporary_bytes / 2**20,
-        }
-        for i, x in programs.items()
+        {"forward, ms": 1e3 * x, "times as fast": first / x}
+        | {"memory, MiB": program.temporary_bytes / 2**20}
+        for x, program in zip(seconds, programs, strict=True)
     ]
 
 
 def compared(folders: Sequence[Path], batch_size: int, repeats: int) -> list[Row]:
-    """Return the rows of runs of one number of pixels, the first of which has softmax attention.
-
-    Raises:
-        ValueError: if it has not.
-    """
-    models = [use.load(folder) for folder in folders]
-    if models[0].config.attention.kind != "softmax":
-        raise ValueError(f"{models[0]} is the first run of its size: give softmax first")
-    hits = [correct(restored.restore(x), model) for x, model in zip(folders, models, strict=True)]
-    times, rows = timed(models, batch_size, repeats), []
-    for trained, hit, costs in zip(models, hits, times, strict=True):
-        pixels, (accuracy, error) = trained.config.data.image_size, statistics.mean_and_error(hit)
-        difference = statistics.paired(hit, hits[0])
-        row = {"run": trained.workdir.name, "pixels": pixels}
-        row |= {"tokens": (pixels // trained.config.model.patch_size) ** 2 + 1}
-        row |= {"attention": attention(trained.config), "accuracy": accuracy, "accuracy ±": error}
+    """Return the rows of runs of one number of pixels, the first of which has softmax attention."""
+    restored = [run_folders.restore(folder) for folder in folders]
+    hits = list(map(correct, restored))
+    times, rows = timed(restored, batch_size, repeats), []
+    for folder, run, hit, costs in zip(folders, restored, hits, times, strict=True):
+        config, (accuracy, error) = run.config, statistics.mean_and_error(hit)
+        pixels, difference = config.data.image_size, statistics.paired(hit, hits[0])
+        row = {"run": folder.name, "pixels": pixels}
+        row |= {"tokens": (pixels // config.model.patch_size) ** 2 + 1}
+        row |= {"attention": attention(config), "accuracy": accuracy, "accuracy ±": error}
         row |= {"difference": difference.mean, "difference ±": difference.standard_error}
         rows.append(row | {"pictures": len(hit)} | costs)
     return rows
@@ -112,12 +108,14 @@ def main(
     """
     if not runs:
         raise ValueError("--runs is empty: give folders of runs, the softmax run first")
-    folders = [Path(folder) for folder in runs]
-    pixels = [configs.of_run(folder).data.image_size for folder in folders]
-    rows: list[Row] = []
-    for size in dict.fromkeys(pixels):
-        same = [x for x, y in zip(folders, pixels, strict=True) if y == size]
-        rows += compared(same, batch_size, repeats)
+    groups: dict[int, list[Path]] = {}
+    for folder in map(Path, runs):
+        config = configs.of_run(folder)
+        group = groups.setdefault(config.data.image_size, [])
+        if not group and config.attention.kind != "softmax":
+            raise ValueError(f"{folder} is the first run of its size: give softmax first")
+        group.append(folder)
+    rows = [row for group in groups.values() for row in compared(group, batch_size, repeats)]
     harness.show(rows, out / "converted", text=timing.hardware())
 
 

@@ -24,6 +24,7 @@ from performer.refinement import (
     refine_far,
     softmax_attention,
     squared,
+    traced,
     transfer,
 )
 from tests.support.attention_inputs import matrix_of_op
@@ -166,6 +167,43 @@ def test_the_operator_makes_the_same_rows(window, method):
     got = matrix_of_op(*of[:2], features, is_causal=True)
     want = rows_of_far(FAR, (fitted, Exact(window)), of, True)
     np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+PACKED = jnp.array([[5, 5, 1, 1, 1, 5, 1, 1, 5]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("exact", "is_causal", "segments"),
+    tiers(
+        [
+            (Exact(keys=2, rows=1), False, None),
+            (Exact(window=2, first=1), True, PACKED),
+            (Exact(), True, None),
+            (Exact(window=2, first=1, keys=2), False, None),
+            (Exact(window=2), False, PACKED),
+        ],
+        2,
+    ),
+)
+@pytest.mark.parametrize("method", tiers(["full", "none", "shift+scale", "proposal"], 1))
+def test_the_matrix_of_positive_features_is_the_operators(exact, is_causal, segments, method):
+    """With grouped heads, padding, and segments whose lengths the window does not divide."""
+    query = jax.random.normal(jax.random.key(3), (2, 9, 4, 4))
+    of, fitted = sample(2, is_padded=True)._replace(query=query, segments=segments), None
+    frequencies = couplings.draw(jax.random.key(1), "orf", 8, 4, 2)
+    if method != "none":
+        given = dict(method=method, is_causal=is_causal, mixed=any(exact))
+        fitted = calibration.calibrate(of.query, of.key, **given)
+    options = dict(is_causal=is_causal, mask=of.keys[:, None, None], segment_ids=segments)
+    want = matrix_of_op(*of[:2], Features(frequencies, fitted, exact=exact), **options)
+
+    @jax.jit
+    def traced_sizes(exact):
+        return estimate(positive_features(frequencies, (fitted, exact)), of, is_causal)
+
+    pairs = of.pairs(is_causal)
+    got = traced_sizes(traced(exact))
+    np.testing.assert_allclose(jnp.where(pairs, got, 0), jnp.where(pairs, want, 0), atol=3e-6)
 
 
 def test_refining_what_is_far():

@@ -10,7 +10,7 @@ from experiments.common import harness
 from experiments.speed import converted as speed
 from performer.nnx import PerformerAttention
 from tests.support.small import TINY, read_csv, sized, small_config
-from vit import config, convert, data, evaluate, train, use
+from vit import config, convert, data, evaluate, train
 from vit.run import runs
 
 pytestmark = pytest.mark.thorough
@@ -226,7 +226,7 @@ def test_a_run_and_its_conversion_on_the_same_pictures(converted, softmax_run, t
     for row, want in zip(rows, wanted, strict=True):
         np.testing.assert_allclose(row["accuracy"], want["eval_accuracy"], rtol=1e-5)  # six digits
         assert row["pictures"] == want["eval_examples"]
-    hits = [speed.correct(runs.restore(x), use.load(x)) for x in (softmax_run, other)]
+    hits = [speed.correct(runs.restore(x)) for x in (softmax_run, other)]
     lost, won, n = np.sum(hits[0] > hits[1]), np.sum(hits[1] > hits[0]), len(hits[0])
     assert lost + won > 0
     np.testing.assert_allclose(rows[2]["difference"], (won - lost) / n, rtol=1e-5)
