@@ -141,13 +141,13 @@ def performer_attention(
 
     `pallas` runs forward and backward; plain calls were measured on an H200 in bfloat16, all were
     compiled but not yet run on a TPU. It supports positive features, masks, lengths, biases of
-    keys, calibration, grouped heads, exact rows, states, `axis_name`, residuals, exact keys on a
-    GPU, and first reverse-mode gradients: on a TPU in float32 or bfloat16, on a GPU in bfloat16 or
-    float16 (products in TF32). Sizes are padded, on a TPU to multiples of 16, on a GPU to powers of
-    two with h m and v m up to 8,192.
-    Other calls and platforms are computed without it, with one warning. Several devices share the
-    batch if the mesh is in context (`jax.set_mesh`, axes of type Auto) and its size divides the
-    batch; else use `jax.shard_map`. `jax.export` requires a single platform.
+    keys, calibration, grouped heads, exact keys and rows, states, `axis_name`, residuals, and first
+    reverse-mode gradients: on a TPU in float32 or bfloat16, on a GPU in bfloat16 or float16
+    (products in TF32). Sizes are padded, on a TPU to multiples of 16, on a GPU to powers of two
+    with h m and v m up to 8,192. Other calls and platforms are computed without it, with one
+    warning. Several devices share the batch if the mesh is in context (`jax.set_mesh`, axes of type
+    Auto) and its size divides the batch; else use `jax.shard_map`. `jax.export` requires a single
+    platform.
 
     Linear attention cannot add a bias matrix to q.k, apply a mask that differs between queries, or
     drop attention weights. Instead of a local window use `Exact(window=...)`, which keeps far keys,
@@ -417,8 +417,8 @@ def _on_platform(arrays, plan: Plan):
 
     def on(platform):
         length = max_dim(query.shape[1], key.shape[1])
-        given = platform, length, batch_and_heads, features.num_features, sweeping
-        chunk, block = sizes.chunk_and_block(*given)
+        widths = features.num_features, query.shape[-1]
+        chunk, block = sizes.chunk_and_block(platform, length, batch_and_heads, widths, sweeping)
         return partial(_attention, replace(plan, chunk=chunk, block=block))
 
     if any(map(is_symbolic_dim, (*query.shape, *key.shape))):  # maybe for several platforms

@@ -553,6 +553,13 @@ FAR = 4.0
 """Errors of first order over the bound stay below 1 but for sums over a few terms."""
 
 
+def test_every_field_of_a_feature_map_differs_between_the_maps():
+    """A new field fails here until a map of the covering array has another value."""
+    maps = [features.get(feature_map(name)) for name in FACTORS["feature_map"]]
+    for field in dataclasses.fields(features.FeatureMap):
+        assert len({getattr(x, field.name) for x in maps}) > 1, field.name
+
+
 def test_every_argument_of_attention_is_a_factor():
     of_calls = (set(inspect.signature(x).parameters) for x in (performer_attention, stream))
     fields = {x.name for kind in (Features, Bias) for x in dataclasses.fields(kind)}

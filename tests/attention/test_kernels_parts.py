@@ -29,7 +29,7 @@ NAMED = {
     "split, causal": dict(split=True, causal=True),
 }
 CASES = [("cuda", name) for name in NAMED]
-CASES += [("tpu", name) for name in NAMED if "exact keys" not in name and "cross" not in name]
+CASES += [("tpu", name) for name in NAMED]
 LATE = ("split", "split, causal", "stream, not causal", "cross attention", "causal residual")
 
 

@@ -46,6 +46,15 @@ def drawing(m, d):
     return draw
 
 
+def test_parts_of_couplings_have_names():
+    """So that "<directions>*<norms>" can combine each of them with others."""
+    for coupling in couplings.COUPLINGS.values():
+        blocks = getattr(coupling, "coupling", coupling)
+        if isinstance(blocks, couplings.Blocks):
+            assert blocks.directions in couplings.DIRECTIONS.values()
+            assert blocks.norms in couplings.NORMS.values()
+
+
 BITS = [pytest.mark.thorough, pytest.mark.optimised("one block and two round alike")]
 
 

@@ -91,7 +91,7 @@ def _heavy(x: Arguments, keys: Keys, features: Features, plan: Plan) -> tuple[Se
     of_state = partial(_rows_of_state, features=features, plan=plain)
     (b, t, n, _), k = x.query.shape, keys.key.shape[2]
     keys = counted(keys)
-    narrow = x._replace(keys=Keys(x.keys.key, x.keys.value[..., :WIDTH], keys.log_weights))
+    narrow = x._replace(keys=_without_values(x.keys.key, keys.log_weights))
     sums = run.summarise(narrow, of_keys, settings)
     _, L = run.look_up(narrow, sums, of_state, settings)
     assert L is not None
@@ -101,14 +101,17 @@ def _heavy(x: Arguments, keys: Keys, features: Features, plan: Plan) -> tuple[Se
         jnp.moveaxis(y.reshape(b, t, k, n // k, -1), 3, 2).reshape(b, t * n // k, k, -1)
         for y in (x.query, weights[..., None])
     )
-    value = jnp.zeros((*query.shape[:3], WIDTH), query.dtype)
-    columns = x._replace(keys=Keys(query, value, weights[..., 0]), w_key=x.w_query)
+    columns = x._replace(keys=_without_values(query, weights[..., 0]), w_key=x.w_query)
     of_queries = run.summarise(columns, of_keys, settings)
     looked_up = x._replace(query=x.keys.key, w_query=x.w_key)
     _, logs = run.look_up(looked_up, of_queries, of_state, settings)
     assert logs is not None
     logs = logs - half_norm(x.keys.key, plan.scale)[..., 0] + cast(Array, keys.log_weights)
     return largest(logs, keys, features.exact.keys)
+
+
+def _without_values(key: Array, log_weights: Array | None) -> Keys:
+    return Keys(key, jnp.zeros((*key.shape[:3], WIDTH), key.dtype), log_weights)
 
 
 # The same by XLA, for other platforms

@@ -210,7 +210,7 @@ def unsupported(call: Call, platform: str) -> str:
         "empty arrays": 0 in sizes_of_call,
         f"feature_map={call.feature_map}": call.feature_map != features.positive,
         "segment_ids": call.packed,
-        str(call.exact): call.exact.window > 0 or (call.exact.keys > 0 and on == "tpu"),
+        str(call.exact): call.exact.window > 0,
         "a decay": call.decayed,
         f"query, key and value of dtypes {dtypes} on a {NAMES[on]}": set(dtypes) not in served,
     }
