@@ -1,1 +1,1 @@
-"""Experiments: configs (`experiments/configs`), each runnable from a checkout."""
+"""The papers' figures and tables, and a language model; run from a checkout."""

@@ -10,11 +10,11 @@ import importlib
 import json
 from pathlib import Path
 
-from experiments import compare
-from experiments.common import harness, launch
-from experiments.common.statistics import mean_and_error
 from experiments.graphs import scale
-from experiments.speed import attention, lengths, vit
+from vit import compare
+from vit.speed import attention, lengths, vit
+from vit.study import harness, launch
+from vit.study.statistics import mean_and_error
 
 RESULTS = Path(__file__).parent / "results"
 PASSES = {"forward": "forward", "both": "forward and backward"}

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.common import harness, launch
+from vit.study import harness, launch
 
 RESULTS = Path(__file__).parent / "results"
 PAGES = Path(__file__).parents[1] / "docs" / "results"

@@ -23,7 +23,7 @@ __all__ = ["fit", "load"]
 
 def missing(error: ModuleNotFoundError) -> str:
     """Return how to install a missing library; raise the error if it is a module of ours."""
-    if str(error.name).split(".")[0] in ("performer", "vit", "experiments"):
+    if str(error.name).split(".")[0] in ("performer", "vit"):
         raise error
     from performer.choices import install
 

@@ -1,7 +1,7 @@
 """Replace the attention of a trained softmax model by a Performer's, without retraining.
 
-    python -m vit.convert --workdir=runs/softmax --out=runs/converted
-    python -m vit.convert --workdir=runs/softmax --coupling=pm-antithetic,orf --calibration=full \\
+    performer-vit convert --workdir=runs/softmax --out=runs/converted
+    performer-vit convert --workdir=runs/softmax --coupling=pm-antithetic,orf --calibration=full \\
         --num_features=32,64,128 --refine_steps=100 --out=runs/compared
 
 Queries and keys of a few hundred training images calibrate the estimate (`performer.calibration`);
@@ -16,7 +16,7 @@ keys and exact rows with which its attention is accurate (`performer.linearize`)
     the converted run           of the first coupling, calibrated (and refined), with the most
                                 features and the largest window
 
-`python -m vit.evaluate --workdir=OUT` evaluates the run, and `python -m vit.train --workdir=OUT`
+`performer-vit evaluate --workdir=OUT` evaluates the run, and `performer-vit train --workdir=OUT`
 fine-tunes it, for `--num_epochs` at the peak rate `--learning_rate`. `--out` is complete or does
 not exist: work in progress is in `OUT.unfinished`, and after a kill the same command begins anew.
 

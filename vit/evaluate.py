@@ -1,9 +1,9 @@
 """Evaluate a run: accuracy on the evaluation split, errors of its attention and of its classes.
 
-    python -m vit.evaluate --workdir=runs/pm
-    python -m vit.evaluate --workdir=runs/pm --report=attention
-    python -m vit.evaluate --workdir=runs/pm --report=classes
-    python -m vit.evaluate --workdir=runs/pm --name=imagenet_v2 --data_dir=data --split=test
+    performer-vit evaluate --workdir=runs/pm
+    performer-vit evaluate --workdir=runs/pm --report=attention
+    performer-vit evaluate --workdir=runs/pm --report=classes
+    performer-vit evaluate --workdir=runs/pm --name=imagenet_v2 --data_dir=data --split=test
 
 --report=attention writes `attention.csv`, `.md` and `.png` (a heat map) into the folder of the run:
 the error of the random-feature attention of each layer and head on evaluation images, and the error

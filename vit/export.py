@@ -1,6 +1,6 @@
 """Write the model of a run as one program that only needs JAX: no Performer, no Flax, no data.
 
-    python -m vit.export --workdir=runs/photos --out=photos.stablehlo
+    performer-vit export --workdir=runs/photos --out=photos.stablehlo
 
 The program (StableHLO, by `jax.export`) maps images (b, size, size, channels) of uint8, for any
 number b, to logits (b, classes) in float32, on CPU, TPU and CUDA GPU. A small json with it holds

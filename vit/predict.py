@@ -1,8 +1,8 @@
 """Predict the classes of pictures by a trained run; the data set of the run is not needed.
 
-    python -m vit.predict --workdir=runs/photos cat.jpg folder_of_pictures
-    python -m vit.predict --workdir=runs/photos --csv=predictions.csv folder_of_pictures
-    python -m vit.predict --workdir=runs/photos --attention=maps cat.jpg
+    performer-vit predict --workdir=runs/photos cat.jpg folder_of_pictures
+    performer-vit predict --workdir=runs/photos --csv=predictions.csv folder_of_pictures
+    performer-vit predict --workdir=runs/photos --attention=maps cat.jpg
 
 Folders are searched recursively for pictures. Unreadable files are reported and skipped. The most
 likely classes are printed; with --csv they are written to that file, batch by batch. With

@@ -1,6 +1,6 @@
 """Turn raw pictures into a TFDS data set in array_record form, without tensorflow.
 
-    python -m vit.prepare --source=DIR [--out=data] [--name=NAME] [--max_side=320]
+    performer-vit prepare --source=DIR [--out=data] [--name=NAME] [--max_side=320]
 
 Read are these published conventions:
 

@@ -1,10 +1,10 @@
 """A new run that starts from published ViT weights: .safetensors of PyTorch, or .npz of JAX.
 
-    python -m vit.pretrained --weights=google/vit-base-patch16-224 --workdir=runs/vit
-    python -m vit.pretrained --weights=dinov2/model.safetensors --workdir=runs/dinov2
-    python -m vit.pretrained --weights=dinov2/model.safetensors --config=my_images:data/photos \\
+    performer-vit pretrained --weights=google/vit-base-patch16-224 --workdir=runs/vit
+    performer-vit pretrained --weights=dinov2/model.safetensors --workdir=runs/dinov2
+    performer-vit pretrained --weights=dinov2/model.safetensors --config=my_images:data/photos \\
         --workdir=runs/photos --config.attention.kind=softmax
-    python -m vit.pretrained --weights=B_16.npz --config=imagenet \\
+    performer-vit pretrained --weights=B_16.npz --config=imagenet \\
         --workdir=runs/augreg --config.attention.kind=softmax
 
 The run stands at step 0, with the attention of the config: the softmax that the weights were

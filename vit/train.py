@@ -1,6 +1,6 @@
 """Train a Vision Transformer; the same command resumes a stopped run.
 
-    python -m vit.train --config=digits --workdir=runs/pm \\
+    performer-vit train --config=digits --workdir=runs/pm \\
         --config.attention.coupling=pm
 
 The folder of the run contains `config.json`, `metrics.jsonl`, `learning_curve.png` and
@@ -8,7 +8,7 @@ The folder of the run contains `config.json`, `metrics.jsonl`, `learning_curve.p
 collectives; the exit code is 1 if they do not fit into memory. --topology compiles for absent
 devices (`vit.run.dry_run`) without reading data:
 
-    python -m vit.train --config=imagenet --dry_run --topology=v5e:4x4
+    performer-vit train --config=imagenet --dry_run --topology=v5e:4x4
 
 With several hosts, run the same command on each with --distributed.
 """

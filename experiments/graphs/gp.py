@@ -37,11 +37,11 @@ import numpy as np
 import optax
 import scipy.sparse
 
-from experiments.common import harness, launch
 from experiments.graphs import data
 from performer import gp, graphs
 from performer.graphs import Graph, couplings, features, kernels, matching
 from performer.graphs.couplings import Coupling
+from vit.study import harness, launch
 
 MESHES = ("teapot", "fuze", "unit_sphere", "idler_riser", "busted", "torus")
 P_HALT, FIT_WALKS, STEPS, LEARNING_RATE, ORDER = 0.4, 8, 1000, 0.01, 50

@@ -21,10 +21,10 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from experiments.common import harness, launch
 from experiments.graphs import data, reinforced
 from performer.graphs import Graph, couplings, features, kernels, pagerank
 from performer.typing import Key
+from vit.study import harness, launch
 
 WALKS = (2, 4, 8, 16)
 P_KERNEL, P_PAGERANK = 0.5, 0.3

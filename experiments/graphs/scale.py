@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import harness, launch, timing
 from experiments.graphs import data
 from performer import couplings as frequency_couplings
 from performer.graphs import (
@@ -49,6 +48,7 @@ from performer.graphs import (
     walks,
 )
 from performer.graphs.attention import link
+from vit.study import harness, launch, timing
 
 KERNEL = kernels.RegularisedLaplacian(d=2, sigma=1.0)
 NUM_WALKS = 4

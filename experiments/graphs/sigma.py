@@ -33,11 +33,11 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from experiments.common import harness, launch, statistics
 from experiments.graphs import data
 from performer.graphs import Graph, couplings, features, kernels, matching, pagerank
 from performer.graphs.couplings import Coupling
 from performer.typing import Key
+from vit.study import harness, launch, statistics
 
 COUPLINGS = ("independent", "antithetic", "sigma")
 Errors = dict[str, np.ndarray]

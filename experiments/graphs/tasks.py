@@ -37,11 +37,11 @@ import jax.numpy as jnp
 import networkx
 import numpy as np
 
-from experiments.common import harness, launch, statistics
 from experiments.graphs import data
 from performer.graphs import Graph, graph_random_features, kernels, tasks
 from performer.graphs.features import EstimatedKernel
 from performer.typing import Key
+from vit.study import harness, launch, statistics
 
 P_HALT = 0.5
 TIME, TIME_STEPS, DIFFUSION_WALKS = 1.0, 1000, 10

@@ -30,10 +30,10 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from experiments.common import harness, launch, statistics
 from experiments.graphs import data
 from performer.graphs import Graph, couplings, features, kernels, theory
 from performer.graphs.theory import Group
+from vit.study import harness, launch, statistics
 
 WALKS, TOLERANCE = 60, 0.1
 P_HALT, SIGMAS = (0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 1.0)

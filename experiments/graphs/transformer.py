@@ -33,10 +33,10 @@ import optax
 import scipy.spatial
 from flax import nnx
 
-from experiments.common import harness, launch
 from experiments.graphs import data
 from performer.graphs import Graph, features
 from performer.nnx import GraphAttention
+from vit.study import harness, launch
 
 WIDTH, HEADS, FEATURES, TERMS = 32, 2, 8, 4
 NUM_WALKS, P_HALT = 8, 0.5

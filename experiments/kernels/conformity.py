@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import integrate, optimize, special, stats
 
-from experiments.common import harness, launch, statistics
 from performer import couplings, directions, features, norms, testing, theory
+from vit.study import harness, launch, statistics
 
 
 def arrangement_conformity(vectors: np.ndarray, v: float) -> float:

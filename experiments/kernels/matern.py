@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from experiments.common import harness, launch, statistics, tabular
+from experiments.tabular import sets
 from performer import kernels
+from vit.study import harness, launch, statistics
 
 MULTIPLES = (1, 2, 4, 8, 16)
 POINTS = 64
@@ -72,8 +73,8 @@ def main(
         orders: nu of each kernel.
     """
     points = {"synthetic": jax.random.normal(jax.random.key(12), (POINTS, 8)) / 8**0.5}
-    for name in tabular.names(data_sets, "regression", data_dir):
-        x = tabular.load(name, "regression", data_dir).x
+    for name in sets.names(data_sets, "regression", data_dir):
+        x = sets.load(name, "regression", data_dir).x
         x = np.random.default_rng(0).choice(x, POINTS, replace=False)
         points[name] = jnp.asarray(stats.zscore(x) / np.sqrt(x.shape[-1]), jnp.float32)
     rows = [row for name, x in points.items() for row in errors(name, x, orders, draws)]

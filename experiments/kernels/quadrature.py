@@ -43,11 +43,12 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn import datasets, svm
 
-from experiments.common import harness, launch, statistics, tabular, timing
+from experiments.tabular import sets
 from performer import kernels, quadrature
 from performer.quadrature import Rule
 from performer.typing import Key
 from vit.data.sources.arrays import read_idx
+from vit.study import harness, launch, statistics, timing
 
 RULES = 5
 """Largest n."""
@@ -151,7 +152,7 @@ def load(name: str, data_dir: Path | None) -> Data:
         x, y = x.reshape(len(x), -1) / 255, y.astype(int)
     else:
         classes = bool(data_dir and (data_dir / "uci_classification" / f"{name}.csv").exists())
-        table = tabular.load(name, "classification" if classes else "regression", data_dir)
+        table = sets.load(name, "classification" if classes else "regression", data_dir)
         x, y = ((z - z.mean(axis=0)) / z.std(axis=0) for z in (table.x, table.y))
         x, y = table.x if name in PIXELS else x, table.y if classes else y
     order = rng.permutation(len(x))

@@ -19,12 +19,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from experiments.common import launch
 from experiments.language_model import text
 from experiments.language_model.model import Decoder
 from experiments.language_model.task import NAME
 from vit.config import LARGEST
 from vit.run import runs
+from vit.study import launch
 from vit.task import of_folder
 
 PIECE = 32

@@ -19,13 +19,13 @@ Most is learned from short windows, and sooner; a run of long ones then begins w
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.common import launch
 from experiments.language_model import text as texts
 from experiments.language_model.task import NAME, Settings, task
 from vit.config import Attention, Config, Data, Model, Optim, Size, of_run
 from vit.data import Dataset
 from vit.reports import metrics
 from vit.run import loop
+from vit.study import launch
 from vit.task import of_folder
 from vit.weights import transfer
 

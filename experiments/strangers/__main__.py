@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import performer
-from experiments.common import launch
 from experiments.strangers.data import IGNORED, READERS, Data
 from experiments.strangers.models import MODELS, Model
 from performer import Exact
 from performer.linearization.report import Report
 from vit.reports import report
+from vit.study import launch
 
 BATCH = 64
 """Examples at once."""

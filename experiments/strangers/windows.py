@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.common import launch
 from experiments.strangers.__main__ import rows_of
 from experiments.strangers.data import READERS, Data, Examples
 from experiments.strangers.models import MODELS
 from performer import Exact
 from vit.reports import report
+from vit.study import launch
 
 
 def recipes(windows: Sequence[int], steps: int) -> dict[str, dict[str, Any]]:

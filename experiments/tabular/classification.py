@@ -41,8 +41,9 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy.spatial.distance import cdist
 
-from experiments.common import harness, launch, statistics, tabular
+from experiments.tabular import sets
 from performer import couplings, hadamard
+from vit.study import harness, launch, statistics
 
 SIGMAS = tuple(2 ** (k / 2) for k in range(-10, 5))
 MULTIPLES = 10
@@ -97,12 +98,12 @@ class Problem(NamedTuple):
     sigma: float = 1.0
 
 
-def problems(table: tabular.Table, seed: int = SEED) -> tuple[Problem, Problem]:
+def problems(table: sets.Table, seed: int = SEED) -> tuple[Problem, Problem]:
     """Return the problem of a data set, and the one inside its training rows that tunes sigma."""
     count = min(len(table.x), int(printed(2, table.name).get("rows") or len(table.x)))
     held = int(count * TEST_SHARE)
     order = np.random.default_rng(seed).permutation(count)
-    split = tabular.standardised(table, order[: int(count * (1 - TEST_SHARE))], order[-held:])
+    split = sets.standardised(table, order[: int(count * (1 - TEST_SHARE))], order[-held:])
     x, y, test_x, test_y, *_ = split
     one_hot = np.eye(table.y.max() + 1, dtype=np.float32)
 
@@ -218,7 +219,7 @@ def search(problem: Problem, sigmas: Sequence[float], draws: int = 10) -> list[h
     return rows
 
 
-def tune(tables: Sequence[tabular.Table], out: Path | None) -> list[Problem]:
+def tune(tables: Sequence[sets.Table], out: Path | None) -> list[Problem]:
     """Return the problems with their sigma; write Fig. 10 and the table of sigmas to `out`.
 
     Args:
@@ -321,9 +322,7 @@ def padded(problem: Problem) -> Problem:
     return problem._replace(train_x=train_x, test_x=test_x)
 
 
-def splits(
-    tables: Sequence[tabular.Table], tuned: Sequence[Problem], draws: int, out: Path
-) -> None:
+def splits(tables: Sequence[sets.Table], tuned: Sequence[Problem], draws: int, out: Path) -> None:
     """Measure SimRF at m = d on other splits of the same rows."""
     lines = []
     for table, listed in zip(tables, tuned, strict=True):
@@ -350,8 +349,8 @@ def main(
     out: Path = Path("results/tabular/classification"),
 ) -> None:
     """Draw the figures and print the tables."""
-    names = tabular.names(data_sets, "classification", data_dir)
-    tables = [tabular.load(n, "classification", data_dir, n in NOMINAL) for n in names]
+    names = sets.names(data_sets, "classification", data_dir)
+    tables = [sets.load(n, "classification", data_dir, n in NOMINAL) for n in names]
     tuned = tune(tables, out if "figure_10" in parts else None)
     for part in dict.fromkeys(parts):
         if part == "splits":

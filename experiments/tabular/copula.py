@@ -24,10 +24,10 @@ import numpy as np
 import optax
 from scipy import signal
 
-from experiments.common import harness, launch, statistics, tabular
-from experiments.tabular import uci
+from experiments.tabular import sets, uci
 from performer import copula, couplings
 from performer.typing import Coupling
+from vit.study import harness, launch, statistics
 
 SMOOTHING, EVERY = 0.98, 10
 """The running mean of the losses in the figure, and every how many steps it has a point."""
@@ -48,13 +48,13 @@ FIGURES: harness.Figures = {
 def scheme_rows(
     name: str,
     scheme: uci.Scheme,
-    splits: tabular.Split,
+    splits: sets.Split,
     *,
     num_steps: int,
     draws: int,
 ) -> tuple[list[dict], np.ndarray]:
     """Learn the copula for one kind of features; return rows and training losses."""
-    splits = tabular.Split(*(part[:1] for part in splits))
+    splits = sets.Split(*(part[:1] for part in splits))
     lengthscale = float(
         np.asarray(uci.hyperparameters(name, splits, uci.fixes_lengthscale(scheme, 1)).lengthscale)[
             0

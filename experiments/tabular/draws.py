@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import harness, launch, tabular
-from experiments.tabular import gp, uci
+from experiments.tabular import gp, sets, uci
 from performer import directions, norms
 from performer.typing import Frequencies, Key
+from vit.study import harness, launch
 
 THEIRS = {"Fourier": 5000, "Laplace": 500}
 """Draws of the paper in each fold."""
@@ -69,7 +69,7 @@ def ratio_of_draws(errors: np.ndarray, reference: np.ndarray) -> tuple[float, fl
     return float(value), mean_of_draws(errors - value * reference)[1] / float(reference.mean())
 
 
-def rows_of(name: str, splits: tabular.Split, draws: int) -> list[harness.Row]:
+def rows_of(name: str, splits: sets.Split, draws: int) -> list[harness.Row]:
     """Return a row for each kind of features, number of them and coupling."""
     rows = []
     for scheme, multiple in ((s, k) for s in uci.SCHEMES for k in gp.MULTIPLES):

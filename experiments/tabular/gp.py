@@ -42,9 +42,9 @@ import numpy as np
 from jax.scipy.stats import multivariate_normal
 from sklearn.linear_model import RidgeCV
 
-from experiments.common import harness, launch, statistics, tabular
-from experiments.tabular import uci
+from experiments.tabular import sets, uci
 from performer import gp, kernels
+from vit.study import harness, launch, statistics
 
 MULTIPLES = (1, 8)
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -69,7 +69,7 @@ class Split(NamedTuple):
     scales: gp.Scales
 
 
-def split_of(name: str, splits: tabular.Split, fixed_lengthscale: bool = False) -> Split:
+def split_of(name: str, splits: sets.Split, fixed_lengthscale: bool = False) -> Split:
     """Return all splits, stacked, with their scales."""
     scales = uci.hyperparameters(name, splits, fixed_lengthscale)
     return Split(*(jnp.asarray(part) for part in splits[:4]), scales)  # pyright: ignore
@@ -165,7 +165,7 @@ def exact_scores(stacked: Split) -> jax.Array:
     return jax.lax.map(lambda split: jnp.stack(predictive_scores(exact(split), split)), stacked)
 
 
-def baselines(splits: tabular.Split, stacked: Split) -> dict[str, np.ndarray]:
+def baselines(splits: sets.Split, stacked: Split) -> dict[str, np.ndarray]:
     """Return the exact Gaussian process and ridge regression, (s, scores)."""
     scores = exact_scores(stacked)
     linear = [
@@ -178,7 +178,7 @@ def baselines(splits: tabular.Split, stacked: Split) -> dict[str, np.ndarray]:
     return {name: in_units(values, splits.scale) for name, values in references.items()}
 
 
-def rows_of(name: str, splits: tabular.Split, draws: int) -> list[harness.Row]:
+def rows_of(name: str, splits: sets.Split, draws: int) -> list[harness.Row]:
     """Return a row for each scheme, m, coupling and quantity: its values by split."""
     rows, fits = [], {fixed: split_of(name, splits, fixed) for fixed in (False, True)}
     for scheme, multiple in itertools.product(uci.SCHEMES, MULTIPLES):
@@ -255,9 +255,9 @@ def differences(rows: Sequence[harness.Row]) -> tuple[list[harness.Row], str]:
     return lines, said
 
 
-def figure_1(name: str, splits: tabular.Split, draws: int, out: Path) -> None:
+def figure_1(name: str, splits: sets.Split, draws: int, out: Path) -> None:
     """Measure scores against m on the first split, Fourier features."""
-    scheme, first = uci.SCHEMES[0], tabular.Split(*(part[:1] for part in splits))
+    scheme, first = uci.SCHEMES[0], sets.Split(*(part[:1] for part in splits))
     stacked, rows = split_of(name, first), []
     for coupling, size in itertools.product(scheme.couplings, SIZES):
         by_draw = measured(scheme, coupling, size, stacked, first.scale, draws)

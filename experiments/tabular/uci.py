@@ -24,9 +24,10 @@ from scipy.optimize import minimize
 from scipy.spatial.distance import cdist
 from scipy.stats import qmc
 
-from experiments.common import harness, tabular
+from experiments.tabular import sets
 from performer import directions, features, gp, kernels
 from performer.typing import Coupling, Frequencies, Key
+from vit.study import harness
 
 PRINTED = Path(__file__).parent / "vrc_tables.csv"
 SCRAMBLE = (0x3EC8F720, 0x02461E29)
@@ -85,13 +86,13 @@ Its "+ PNC + antithetic" is "+ pnc" here, since the row before it is antithetic 
 
 def tables(
     data_sets: Sequence[str], data_dir: Path | None, splits: int, points: int, permutation: int = 0
-) -> Iterator[tuple[str, tabular.Split]]:
+) -> Iterator[tuple[str, sets.Split]]:
     """Yield the folds of these data sets, or of all; all are read before any work."""
-    names = tabular.names(data_sets, "regression", data_dir)
-    loaded = [tabular.load(name, "regression", data_dir) for name in names]
+    names = sets.names(data_sets, "regression", data_dir)
+    loaded = [sets.load(name, "regression", data_dir) for name in names]
     for table in loaded:
         order = row_order(min(len(table.x), 2 * points), permutation)
-        yield table.name, tabular.folds(table, splits, points, order)
+        yield table.name, sets.folds(table, splits, points, order)
 
 
 def row_order(count: int, permutation: int = 0) -> np.ndarray:
@@ -139,7 +140,7 @@ def _loss(logs, x, y):
     return -gp.log_marginal_likelihood(gram, y, noise_scale) / len(y)
 
 
-def hyperparameters(name: str, splits: tabular.Split, fixed_lengthscale: bool) -> gp.Scales:
+def hyperparameters(name: str, splits: sets.Split, fixed_lengthscale: bool) -> gp.Scales:
     """Fit the scales of each split, (s,) each.
 
     Raises:

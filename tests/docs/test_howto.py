@@ -39,7 +39,7 @@ BY_PROGRAM = {
         *("--exact_keys=2", "--num_epochs=1"),
     ],
     "vit.pretrained": ["--config.data.image_size=16"],
-    "experiments.compare": ["--seeds=2"],
+    "vit.compare": ["--seeds=2"],
     "experiments.kernels.conformity": ["--figures=4"],
 }
 ELSEWHERE = {
@@ -68,7 +68,7 @@ PAGES = [p for p in sorted(Path("docs/howto").glob("*.md")) if commands.COMMAND.
 def small(module, given):
     """The arguments, and those that make the command short: the last of a flag counts."""
     name = re.search(r"--config=(?:[^\s:]*/)?(\w+)", " ".join(given))
-    if module in ("vit.train", "vit.pretrained", "experiments.compare") and not name:
+    if module in ("vit.train", "vit.pretrained", "vit.compare") and not name:
         return given
     added = BY_CONFIG[name[1]] if name else []
     if module == "vit.pretrained":  # the weights have the sizes
@@ -84,7 +84,7 @@ def write_photos(folder, classes, number=8):
 
 
 def run(lines, folder):
-    imported = ("vit.train", "vit.convert", "experiments.compare")
+    imported = ("vit.train", "vit.convert", "vit.compare")
     for line, (status, _, errors) in zip(
         lines, commands.start_all(lines, imported, folder), strict=True
     ):

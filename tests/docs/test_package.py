@@ -14,7 +14,7 @@ from PIL import Image
 
 import performer
 
-PACKAGES = ("experiments", "performer", "vit")
+PACKAGES = ("performer", "vit")
 
 
 def run(*arguments, **options):
@@ -38,10 +38,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(archives):
         names = set(wheel.namelist())
     tops = {name.split("/")[0] for name in names}
     assert tops == {*PACKAGES, f"performer_jax-{performer.__version__}.dist-info"}
-    wanted = {str(p) for top in ("performer", "vit") for p in Path(top).rglob("*.py")}
-    wanted |= {str(p) for p in Path("experiments/configs").glob("*.py")}
-    found = {name for name in names if name.endswith(".py")}
-    assert {name for name in found if not name.startswith("experiments/")} <= wanted <= found
+    wanted = {str(p) for top in PACKAGES for p in Path(top).rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == wanted
     assert not [name for name in names if name.endswith(".png")]
     assert {"performer/py.typed", "vit/py.typed"} <= names
 
@@ -52,7 +50,7 @@ def test_the_source_distribution_holds_what_its_readers_need(archives):
         names = {name.split("/", 1)[1] for name in source.getnames()}
     files = ["README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"]
     assert {*files, "pyproject.toml", "docs/conf.py", "docs/index.md", ".ci/run"} <= names
-    folders = "tests", "experiments", "experiments/configs"
+    folders = "tests", "experiments", "vit/configs"
     assert {str(p) for folder in folders for p in Path(folder).glob("*.py")} <= names
     left = [n for n in names if "__pycache__" in n or n.startswith(("docs/_build", ".venv"))]
     assert not left
@@ -70,12 +68,17 @@ def installed(archives, tmp_path_factory):
 
 @pytest.mark.thorough
 def test_the_scripts_find_programs_and_configs_from_any_folder(installed, tmp_path):
-    """Beside an `experiments` of the user's own, too."""
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "__init__.py").write_text("raise SystemExit('the wrong one')")
-    _, environment = installed
+    """Packages of the user's own on the path, named as folders of this repository, are not used."""
+    for name in ("experiments", "tests", "data"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('the wrong {name}')")
+    environment = installed[1] | {"PYTHONPATH": f"{tmp_path}:{installed[1]['PYTHONPATH']}"}
     listed = run("performer-vit", cwd=tmp_path, env=environment)
-    assert all(f"performer-vit {name} " in listed for name in ("train", "compare"))
+    programs = re.findall(r"^performer-vit ([a-z-]+) ", listed, re.MULTILINE)
+    assert {"train", "compare", "attention-mse", "benchmark"} < set(programs)
+    for name in programs:
+        shown = run("performer-vit", name, "--help", cwd=tmp_path, env=environment)
+        assert f"performer-vit {name} " in shown
     (tmp_path / "photos" / "cat").mkdir(parents=True)
     (tmp_path / "photos" / "cat" / "1.jpg").write_bytes(b"")
     for name, message in {

@@ -20,7 +20,7 @@ PAGES = [
     *(x for x in sorted(Path("docs").rglob("*.md")) if "_build" not in x.parts),
 ]
 TABLE = re.compile(r"((?:^\|.*\n)+)\n?((?:Data|Test): .*(?:\n.+)*)?", re.MULTILINE)
-COMMAND = re.compile(r"python -m [\w.]+|commit [0-9a-f]{7}")
+COMMAND = re.compile(r"python -m [\w.]+|performer-vit \w+|commit [0-9a-f]{7}")
 EXCHANGES = 200
 
 
@@ -108,7 +108,9 @@ def state_of(folder: Path) -> str:
     if not (folder / "run.json").exists():
         return "none"
     commands = [run["command"] for run in json.loads((folder / "run.json").read_text())]
-    names = [x.replace(".", "/") for x in re.findall(r"-m ([\w.]+)", " ".join(commands))]
+    called = re.findall(r"(?:-m |performer-(?=vit ))([\w.]+(?: [\w-]+)?)", " ".join(commands))
+    names = [x.split()[0].replace(".", "/") for x in called if not x.startswith("vit ")]
+    names += [x.replace(" ", "/").replace("-", "_") for x in called if x.startswith("vit ")]
     there = all(Path(f"{x}.py").exists() or Path(x, "__main__.py").exists() for x in names)
     return "" if there else "program removed"
 

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.common import statistics, tabular
-from experiments.tabular import classification
+from experiments.tabular import classification, sets
 from tests.support.small import read_csv
+from vit.study import statistics
 
 
 def by_loops(train_x, one_hot, test_x, W):
@@ -44,7 +44,7 @@ def two_classes(rows=400, d=4, name="banknote"):
     y = (np.arange(rows) % 5 < 2).astype(int)
     x = rng.normal(size=(rows, d))
     x[:, 0] += 5 * y
-    return tabular.Table(name, 5 + 2 * x, y)
+    return sets.Table(name, 5 + 2 * x, y)
 
 
 @pytest.mark.thorough

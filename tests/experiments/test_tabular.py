@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.common import tabular
+from experiments.tabular import sets
 
 GOOD = "a,b,y\n1,2,0.5\n2,1,1.5\n3,5,2.5\n"
 
@@ -19,7 +19,7 @@ def rows(*columns):
 
 def test_reads_numbers(tmp_path):
     folder = write(tmp_path, "\ufeffa, b,y\r\n1, 2,0.5\r\n\r\n2,1e3 ,1.5\r\n")
-    table = tabular.load("t", "regression", folder)
+    table = sets.load("t", "regression", folder)
     assert table.x.dtype == table.y.dtype == np.float64
     assert table.x.tolist() == [[1, 2], [2, 1000]]
     assert table.y.tolist() == [0.5, 1.5]
@@ -33,12 +33,12 @@ def test_text_is_one_hot_and_identifiers_go(tmp_path):
         ["2", "5more", "3", "4"] * 5,
         range(n),
     )
-    table = tabular.load("t", "regression", write(tmp_path, text))
+    table = sets.load("t", "regression", write(tmp_path, text))
     ranks = np.array([[2, 0], [0, 3], [1, 1], [0, 2]])
     expected = np.hstack([np.eye(3)[ranks[:, 0]], np.eye(4)[ranks[:, 1]]])
     assert table.x[:4].tolist() == expected.tolist()
     numbers = write(tmp_path, "a,y\n" + rows([1, 2, 3, 1] * 5, range(n)), "numbers")
-    table = tabular.load("numbers", "regression", numbers, nominal=True)
+    table = sets.load("numbers", "regression", numbers, nominal=True)
     assert table.x[:4].tolist() == np.eye(3)[[0, 1, 2, 0]].tolist()
 
 
@@ -52,7 +52,7 @@ def test_text_is_one_hot_and_identifiers_go(tmp_path):
 )
 def test_classes_are_numbered_in_order(tmp_path, targets, expected):
     folder = write(tmp_path, "a,y\n" + rows(range(6), targets))
-    y = tabular.load("t", "classification", folder).y
+    y = sets.load("t", "classification", folder).y
     assert np.issubdtype(y.dtype, np.integer)
     assert y.tolist() == expected
 
@@ -72,33 +72,33 @@ REFUSED = [  # (read as, text, message)
 @pytest.mark.parametrize(("kind", "text", "message"), REFUSED)
 def test_refused(tmp_path, kind, text, message):
     with pytest.raises(ValueError, match=message):
-        tabular.load("t", kind, write(tmp_path, text))
+        sets.load("t", kind, write(tmp_path, text))
 
 
 def test_names_and_folders(tmp_path):
-    assert tabular.names([], "classification") == ["wine", "breast_cancer", "digits"]
+    assert sets.names([], "classification") == ["wine", "breast_cancer", "digits"]
     with pytest.raises(ValueError, match="data set for regression 'wein'; did you mean 'wine'"):
-        tabular.names(["wein"], "regression")
+        sets.names(["wein"], "regression")
     with pytest.raises(ValueError, match="did you mean 'digits'.*or give a data_dir"):
-        tabular.load("digit", "classification")
+        sets.load("digit", "classification")
     with pytest.raises(ValueError, match="no csv file in .*uci_regression or "):
-        tabular.names([], "regression", tmp_path)
+        sets.names([], "regression", tmp_path)
     (tmp_path / "uci_regression").mkdir()
     write(tmp_path / "uci_regression", GOOD, "concrete")
     write(tmp_path / "uci_regression", GOOD, "power")
     write(tmp_path, GOOD.replace("1,2,", "9,2,"), "power")
-    assert tabular.names([], "regression", tmp_path) == ["concrete", "power"]
-    assert tabular.names(["power", "power"], "regression", tmp_path) == ["power"]
-    assert tabular.load("power", "regression", tmp_path).x[0].tolist() == [9, 2]
+    assert sets.names([], "regression", tmp_path) == ["concrete", "power"]
+    assert sets.names(["power", "power"], "regression", tmp_path) == ["power"]
+    assert sets.load("power", "regression", tmp_path).x[0].tolist() == [9, 2]
     with pytest.raises(ValueError, match="did you mean 'concrete'.*in .*" + tmp_path.name):
-        tabular.load("concret", "regression", tmp_path)
+        sets.load("concret", "regression", tmp_path)
 
 
 def a_table(rows=40, columns=3, classes=False):
     rng = np.random.default_rng(0)
     x = rng.normal(3.0, 5.0, size=(rows, columns))
     y = np.arange(rows) % 2 if classes else rng.normal(-7.0, 2.0, size=rows)
-    return tabular.Table("t", x, y)
+    return sets.Table("t", x, y)
 
 
 def raw_rows(table, part):
@@ -112,24 +112,22 @@ def test_folds():
     """Each row tests once, the rest train and standardise, and of those `train` are kept."""
     table = a_table()
     order = np.random.default_rng(0).permutation(40)
-    folds = tabular.folds(table, 5, 100, order)
+    folds = sets.folds(table, 5, 100, order)
     assert folds.train_x.shape == (5, 32, 3)
     assert folds.test_x.shape == (5, 8, 3)
     np.testing.assert_allclose(folds.train_x.mean(axis=1), 0, atol=1e-12)
     np.testing.assert_allclose(folds.train_y.std(axis=1), 1, atol=1e-12)
     tested = []
     for i in range(5):
-        part = tabular.Split(*(array[i] for array in folds))
+        part = sets.Split(*(array[i] for array in folds))
         train, test = raw_rows(table, part)
         assert len({*train, *test}) == 40
         centre, spread = table.x[train].mean(axis=0), table.x[train].std(axis=0)
         np.testing.assert_allclose(part.test_x, (table.x[test] - centre) / spread)
         tested += test
     assert sorted(tested) == list(range(40))
-    few = tabular.folds(
-        table, 5, 10, order[order < 20]
-    )  # 20 rows, of which 16 train and 10 are kept
+    few = sets.folds(table, 5, 10, order[order < 20])  # 20 rows, of which 16 train and 10 are kept
     assert few.train_x.shape == (5, 10, 3)
-    part = tabular.Split(*(array[0] for array in few))
+    part = sets.Split(*(array[0] for array in few))
     train, test = raw_rows(table, part)
     assert max(train + test) < 20

@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.common import statistics, tabular
 from experiments.kernels import matern
-from experiments.tabular import draws, uci
+from experiments.tabular import draws, sets, uci
 from experiments.tabular import gp as uci_gp
 from tests.support.small import read_csv
+from vit.study import statistics
 
 FOURIER, _ = uci.SCHEMES
 SMALL = FOURIER._replace(couplings={"iid": "iid", "orthogonal": "orf", "+ pnc": "pnc"})
@@ -19,8 +19,8 @@ def splits():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(80, 4)) * [1, 5, 0.1, 2]
     y = np.sin(x[:, 0]) + 0.1 * rng.normal(size=80)
-    table = tabular.Table("toy", x, y)
-    return tabular.folds(table, 4, 30, np.random.default_rng(0).permutation(60))
+    table = sets.Table("toy", x, y)
+    return sets.folds(table, 4, 30, np.random.default_rng(0).permutation(60))
 
 
 def test_performer_lengthscale_is_the_mean_distance(splits):

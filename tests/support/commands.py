@@ -19,7 +19,7 @@ from vit import config as configs
 from vit.config import arguments, cli
 
 COMMAND = re.compile(
-    r"(?:python -m (vit|experiments|tests)\.|performer-(vit) )(\w+(?:\.\w+)*)"
+    r"(?:python -m (vit|experiments|tests)\.|performer-(vit) )(\w[\w-]*(?:\.\w+)*)"
     r"((?: \\\n|[^\n`])*)"
 )
 SHARED = {
@@ -37,7 +37,8 @@ def printed(text: str) -> Iterator[tuple[str, list[str]]]:
     """(module, arguments) of each command of a text."""
     for package, script, name, rest in COMMAND.findall(text):
         names = programs(package or script)
-        module = f"experiments.{name}" if name == "compare" else f"{package or script}.{name}"
+        name = name.replace("-", "_")
+        module = f"{package or script}.{name}"
         if name in names:
             module = names[name][0]
         given = rest.split("#")[0].replace("\\\n", " ").rstrip(".,;:) ")

@@ -13,7 +13,7 @@ from vit import config, data
 from vit.config.arguments import chosen_config, define_config, parse_flags
 from vit.run import devices, runs
 
-CONFIGS = [p for p in sorted(Path("experiments/configs").glob("[a-z]*.py")) if "my_" not in p.stem]
+CONFIGS = [p for p in sorted(Path("vit/configs").glob("[a-z]*.py")) if "my_" not in p.stem]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -21,7 +21,7 @@ def test_config_files_are_valid(path):
     namespace: dict = {}
     exec(compile(path.read_text(), path, "exec"), namespace)
     config.validate(namespace["get_config"]())
-    assert "python -m vit.train" in namespace["__doc__"]
+    assert "performer-vit train" in namespace["__doc__"]
 
 
 FOREIGN = [

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.common import harness
-from experiments.speed import converted as speed
 from performer.nnx import PerformerAttention
 from tests.support.small import TINY, read_csv, sized, small_config
 from vit import config, convert, data, evaluate, train
 from vit.run import runs
+from vit.speed import converted as speed
+from vit.study import harness
 
 pytestmark = pytest.mark.thorough
 
@@ -217,7 +217,7 @@ def test_a_run_and_its_conversion_on_the_same_pictures(converted, softmax_run, t
     settings.seed = 1
     train.train(settings, other)
     folders = [softmax_run, converted[0], other]
-    speed.main([str(x) for x in folders], batch_size=2, repeats=2, out=tmp_path)
+    speed.measure([str(x) for x in folders], tmp_path, batch_size=2, repeats=2)
     rows = harness.read(tmp_path / "converted.csv")
     wanted = [evaluate.evaluate_run(folder) for folder in folders]
     assert [row["tokens"] for row in rows] == [17, 17, 17]
@@ -233,4 +233,4 @@ def test_a_run_and_its_conversion_on_the_same_pictures(converted, softmax_run, t
     error = (lost + won - (won - lost) ** 2 / n) ** 0.5 / n
     np.testing.assert_allclose(rows[2]["difference ±"], error, rtol=1e-2)  # n, not n - 1
     with pytest.raises(ValueError, match="give softmax first"):
-        speed.main([str(converted[0])], out=tmp_path)
+        speed.measure([str(converted[0])], tmp_path)

@@ -1,6 +1,6 @@
 """Configuration of a run: its fields, their ranges, and the file that stores them.
 
-A config file (`experiments/configs/*.py`) defines `get_config() -> Config`. A flag overrides one
+A config file (`vit/configs/*.py`) defines `get_config() -> Config`. A flag overrides one
 field, as in `--config.attention.coupling=pm`. Each field has a help text and a range; `RULES` are
 conditions on several fields. `validate` checks all of them before any work starts.
 

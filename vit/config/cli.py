@@ -98,6 +98,6 @@ def run(script: str, listed: dict[str, tuple[str, str]]) -> None:
 
 def vit() -> None:
     """Run the console script `performer-vit`."""
-    listed = programs("vit") | {"compare": programs("experiments")["compare"]}
+    listed = {name.replace("_", "-"): program for name, program in programs("vit").items()}
     others = sorted(listed.keys() - set(WORK))
     run("performer-vit", {name: listed[name] for name in (*WORK, *others)})

@@ -14,14 +14,11 @@ from vit.config.fields import SECTIONS, SIZES, Block, Config, blocks, flatten
 from vit.config.rules import check_fields
 from vit.run import files
 
-BUNDLED = Path(__file__).parents[2] / "experiments" / "configs"
+BUNDLED = Path(__file__).parents[1] / "configs"
 
 
 def bundled_path(name: str) -> Path:
     """Return the file of a bundled config, or the path of an existing file as it is.
-
-    They are found next to this package from any working directory, even one with its own
-    `experiments`.
 
     Raises:
         ValueError: for neither; the message lists the names.

@@ -1,6 +1,6 @@
 """Accuracy of each class, and the confusion matrix.
 
-`python -m vit.evaluate --workdir=RUN --report=classes` writes into the folder of the run
+`performer-vit evaluate --workdir=RUN --report=classes` writes into the folder of the run
 
     classes.csv, classes.md    for each class: index, name, images, top-1 and top-5 accuracy
     confusion.csv              images by true class (rows) and predicted class (columns)

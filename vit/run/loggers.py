@@ -1,6 +1,6 @@
 """Loggers in addition to `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
 
-    python -m vit.train --config=digits --workdir=runs/pm --log=wandb,mlflow
+    performer-vit train --config=digits --workdir=runs/pm --log=wandb,mlflow
 
 A logger is a context manager (folder of the run, config) -> function of a record. It is configured
 by its own environment variables and files (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, ...). A

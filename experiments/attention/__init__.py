@@ -1,1 +1,0 @@
-"""Error of the attention matrix, and trained feature maps."""

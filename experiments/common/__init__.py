@@ -1,1 +1,0 @@
-"""Parts that the experiments share: start, statistics, timing, tables, figures."""

@@ -1,0 +1,166 @@
+"""Operations against what XLA counts."""
+
+import math
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from performer.testing import reference_attention
+from tests.support.small import shapes, small_config
+from tests.support.tiers import tiers
+from vit import config
+from vit.model import classification
+from vit.speed import hour, lengths, photographs
+from vit.speed.baselines import IMPLEMENTATIONS, inputs
+from vit.study import harness
+
+BLOCKS = (config.Block(num_features=256), config.Block("softmax"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    tiers(
+        [
+            ("softmax", {"pooling": "attention", "activation": "swiglu", "registers": 40}),
+            ("performer", {"pooling": "token+mean", "pre_logits": True, "blocks": BLOCKS}),
+            ("performer", {"pooling": "mean", "exact_window": 32}),
+        ],
+        1,
+    ),
+)
+def test_operations_are_those_that_xla_counts(kind, options):
+    """XLA adds what is no product (normalisation, exponentials); attention is half of the rest."""
+    options = dict(options)
+    own = {name: options.pop(name) for name in ("blocks", "exact_window") if name in options}
+    settings = small_config(
+        model=config.Model("XS/4", depth=2, **options),
+        attention=config.Attention(kind, num_features=256, **own),
+        data=config.Data(image_size=64),
+    )
+    graph, state = nnx.split(shapes(settings, 10, 3))
+    images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
+    compiled = jax.jit(lambda s, x: nnx.merge(graph, s)(x)[0]).lower(state, images).compile()
+    counted = compiled.cost_analysis()["flops"] / 2
+    ours = classification.forward_flops(settings, num_classes=10, channels=3)
+    chunks = 3 if "exact_window" in own else 1  # what the chunks of a window add is not counted
+    assert 0.85 * counted < chunks * ours
+    assert ours < 1.02 * counted
+
+
+@pytest.mark.parametrize("name", ["public", "public, causal"])
+def test_the_published_baseline_is_the_published_estimate(name):
+    """Values against float64, gradients against differences: the benchmark times what it names."""
+    *tokens, frequencies, gradient = inputs(tokens=24, heads=2, batch=2)
+    causal = "causal" in name
+    public = partial(IMPLEMENTATIONS[name], frequencies=frequencies)
+    got, pull = jax.vjp(public, *tokens)
+    exact = partial(reference_attention, features=frequencies, is_causal=causal, with_epsilon=True)
+    # One maximum over all keys, also of a causal query: the constant epsilon is relative to it.
+    assert np.linalg.norm(got - exact(*tokens)) < 1e-5 * np.linalg.norm(got)
+    along = [np.random.default_rng(i).standard_normal(x.shape) for i, x in enumerate(tokens)]
+    ends = [
+        np.vdot(
+            gradient, exact(*(np.asarray(x) + s * y for x, y in zip(tokens, along, strict=True)))
+        )
+        for s in (1e-5, -1e-5)
+    ]
+    slope = sum(np.vdot(x, y) for x, y in zip(pull(gradient), along, strict=True))
+    np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-3)
+
+
+@pytest.mark.thorough
+def test_lengths_are_timed_once_and_only_if_the_values_are_right(tmp_path, monkeypatch):
+    """Against float64: attention that sees the future is found, and the second run adds nothing."""
+    monkeypatch.setattr(lengths, "TOKENS", 32)
+    monkeypatch.setattr(lengths, "CHECKED", 9)
+    monkeypatch.setitem(IMPLEMENTATIONS, "exact, causal", IMPLEMENTATIONS["exact"])
+    table = lengths.measure((8, 16), tmp_path, math.inf)
+    rows = harness.read(tmp_path / "lengths_cpu.csv")
+    errors = {r["implementation"]: r["relative error"] for r in rows if r["pass"] == "values"}
+    assert max(errors.pop("ours"), errors.pop("ours, causal"), errors.pop("exact")) < 3e-6
+    assert errors["exact, causal"] > 0.1
+    names = [row["implementation"] for row in rows if row["time, ms"] != ""]
+    assert sorted(set(names)) == ["exact", "ours", "ours, causal"]
+    assert len(names) == 3 * 2 * 2
+    assert [line.split(" | ")[1] for line in table.splitlines()[2:]] == ["exact"] * 2
+    assert lengths.measure((8, 16), tmp_path, math.inf) == table
+    assert harness.read(tmp_path / "lengths_cpu.csv") == rows
+
+
+@pytest.mark.thorough
+def test_the_gpu_hour_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """Rehearsed on a CPU: nothing after the deadline; the second command measures what is missing.
+
+    Windows are compared with float64.
+    """
+    monkeypatch.setattr(lengths, "TOKENS", 32)
+    monkeypatch.setattr(lengths, "CHECKED", 40)
+    monkeypatch.setattr(hour, "demo", lambda *_: {"accuracy": 0.5, "seconds": 1.0})
+    monkeypatch.setattr(hour, "step", lambda *_: dict.fromkeys(hour.STEP, 1.0))
+    hour.measure(tmp_path, minutes=0, quick=True)
+    assert not (tmp_path / "values.csv").exists()
+    hour.measure(tmp_path, minutes=10, quick=True)
+
+    def csvs():
+        """All but the speed-ups, whose digits are computed from rounded rows the second time."""
+        paths = [x for x in tmp_path.rglob("*.csv") if not x.stem.startswith("speedups")]
+        return {str(x.relative_to(tmp_path)): harness.read(x) for x in paths}
+
+    read = csvs()
+    names = {"values.csv", "lengths_cpu.csv", "windows/lengths_cpu.csv", "vit.csv", "demo.csv"}
+    assert names <= set(read)
+    for row in read["values.csv"]:
+        assert max(row["output"], row["gradients"]) < hour.BOUNDS["bfloat16"], row
+        assert row["path"] == "blocked, no kernel for a CPU"
+    errors = [r["relative error"] for r in read["windows/lengths_cpu.csv"] if r["pass"] == "values"]
+    assert len(errors) == 4
+    assert max(errors) < 3e-6
+    monkeypatch.setattr(hour, "value", None)
+    monkeypatch.setattr(lengths, "program", None)
+    hour.measure(tmp_path, minutes=10, quick=True)
+    assert csvs() == read
+
+
+RUN = """
+import json, pathlib, sys, time
+folder, is_softmax = pathlib.Path(sys.argv[1]), sys.argv[2] == "softmax"
+folder.mkdir(parents=True, exist_ok=True)
+if not is_softmax and not (folder / "begun").exists():
+    (folder / "begun").touch()
+    time.sleep(60)
+step = 40 if is_softmax else 10
+for i, accuracy in enumerate([0.2, 0.5, 0.7] if is_softmax else [0.1, 0.4, 0.6], 1):
+    records = {"images_per_second": 9.0 * i}, {"eval_accuracy": accuracy}
+    with open(folder / "metrics.jsonl", "a") as log:
+        for record in records:
+            print(json.dumps(record | {"step": i, "epoch": i, "seconds": step * i}), file=log)
+"""
+"""A run of `vit.train`, as far as its log is read; with features it takes too long once."""
+
+
+def test_photographs_to_equal_accuracy(tmp_path, monkeypatch):
+    """A run is stopped when time is up, and the same command goes on; the lower best accuracy."""
+
+    def command(case, data, workdir, quick):
+        return [sys.executable, "-c", RUN, str(workdir), case["attention"]]
+
+    monkeypatch.setattr(photographs, "command", command)
+    with pytest.raises(ValueError, match="prepare the photographs"):
+        photographs.measure(tmp_path / "nothing", tmp_path / "out", 1, True)
+    photographs.measure(tmp_path, tmp_path / "out", 0.05, True)
+    assert [r["attention"] for r in harness.read(tmp_path / "out/trained.csv")] == ["softmax"]
+    assert not (tmp_path / "out/equal.csv").exists()
+    photographs.measure(tmp_path, tmp_path / "out", 1, True)
+    rows = harness.read(tmp_path / "out/equal.csv")
+    assert [(r["accuracy reached"], r["seconds until then"]) for r in rows] == [
+        (0.6, 120),
+        (0.6, 30),
+    ]
+    assert (tmp_path / "out/curves.png").exists()
+    trained = harness.read(tmp_path / "out/trained.csv")
+    assert [(r["accuracy"], r["images/s"]) for r in trained] == [(0.7, 27), (0.6, 27)]

@@ -1,0 +1,1 @@
+"""What studies share: start, random inputs, statistics, timing, tables, figures."""
