@@ -17,7 +17,7 @@ install: .venv/installed
 	@touch $@
 
 demo: install  ## train a small Performer-ViT on scikit-learn's digits: three minutes on two cores, installation included
-	$(BIN)/python -m vit.train --config=vit/configs/digits.py --workdir=runs/demo
+	$(BIN)/python -m vit.train --config=digits --workdir=runs/demo
 
 test: install  ## finds a fault of every promised property
 	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal

@@ -1,6 +1,6 @@
 """A new run at step 0 whose parameters come from another run, or from a file.
 
-    performer-vit train --config=vit/configs/fashion_mnist.py --workdir=runs/fine \\
+    performer-vit train --config=fashion_mnist --workdir=runs/fine \\
         --init_from=runs/coarse
 
 The evaluated parameters of the other run are copied: the running mean if there is one. Parts that
