@@ -9,7 +9,7 @@ import pytest
 
 import performer
 from experiments.strangers import __main__ as command
-from experiments.strangers import data, models, transformer, windows
+from experiments.strangers import couplings, data, models, transformer, windows
 from performer.linearization.recipes import Recipe
 from performer.linearization.report import Report
 
@@ -162,3 +162,39 @@ def test_linearize_reads_the_transformer(causal):
     assert len(report.layer_errors()) == 2
     assert not report.left
     assert new([own, own], x).shape == x.shape
+
+
+def test_errors_of_couplings_are_those_of_the_equations():
+    """Of one layer, in float64: geometric means over heads and draws, and the ratio to orf."""
+
+    def function(x):
+        query, key = x[..., :2, :], x[..., 2:, :]
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
+        return jnp.einsum("bnts,bsnh->btnh", weights, x[..., :2, :])
+
+    batches = [(arrays(i, 2, 5, 4, 4),) for i in range(2)]
+    rows = [*couplings.rows_of(("toy", function, batches), ["iid"], 3)]
+    sample = performer.linearization.measure(function, batches).layers[0].held_out
+    query, key = (np.asarray(x, np.float64) / 4**0.25 for x in (sample.query, sample.key))
+
+    def matrix(kernel):
+        return kernel / kernel.sum(axis=-1, keepdims=True)
+
+    exact = matrix(np.exp(np.einsum("btnh,bsnh->bnts", query, key)))
+    errors = {}
+    for name in ("orf", "iid"):
+        keys = jax.random.split(jax.random.key(0), 3)
+        w = np.stack([performer.couplings.draw(k, name, 8, 4, 2) for k in keys]).astype(np.float64)
+        of_query, of_key = (
+            np.exp(np.einsum("btnh,dnmh->dbntm", x, w) - np.moveaxis(half, 1, 2)[None])
+            for x, half in ((y, (y**2).sum(-1, keepdims=True) / 2) for y in (query, key))
+        )
+        change = matrix(np.einsum("dbntm,dbnsm->dbnts", of_query, of_key)) - exact
+        size = (exact**2).sum(axis=(0, 2, 3))
+        errors[name] = np.exp(np.mean(np.log((change**2).sum(axis=(1, 3, 4)) / size)))
+    assert [x["coupling"] for x in rows] == ["orf", "iid"] * 2
+    assert [x["calibration"] for x in rows] == ["none"] * 2 + ["full"] * 2
+    for row, name in zip(rows, errors, strict=False):
+        np.testing.assert_allclose(row["error"], errors[name], rtol=1e-4)
+    np.testing.assert_allclose(rows[1]["ratio"], errors["iid"] / errors["orf"], rtol=1e-4)
+    assert rows[2]["error"] != rows[0]["error"]
