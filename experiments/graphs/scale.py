@@ -23,7 +23,6 @@ Writes graph_speed (csv, md), graph_scale (csv, md, png) and graph_attention (cs
 """
 
 import random
-import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -48,6 +47,7 @@ from performer.graphs import (
     walks,
 )
 from performer.graphs.attention import link
+from vit.run import devices
 from vit.study import harness, launch, timing
 
 KERNEL = kernels.RegularisedLaplacian(d=2, sigma=1.0)
@@ -149,12 +149,7 @@ def scale(num_nodes: int) -> dict:
         "PageRank, s": lambda: pagerank.pagerank(key, graph, **options),
     }
     row |= {name: best.wall for name, best in timing.race(calls, 2).items()}
-    return row | {"memory, GiB": memory()}
-
-
-def memory() -> float:
-    """Return the largest memory that the process has held, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return row | {"memory, GiB": devices.memory()["memory_gib"]}
 
 
 def attention_graphs(num_nodes: int) -> dict[str, Graph]:
@@ -197,7 +192,7 @@ def masked(name: str, graph: Graph, width: int = 32) -> dict:
         (best,) = timing.race({name: partial(program, *args)}, 1).values()
         row |= {f"{name}, s": best.wall, f"{name}, CPU s": best.cpu}
     row["CPU us per edge"] = row["forward + backward, CPU s"] / edges * 1e6
-    return row | {"memory, GiB": memory()}
+    return row | {"memory, GiB": devices.memory()["memory_gib"]}
 
 
 def main(
