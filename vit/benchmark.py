@@ -42,7 +42,7 @@ from typing import Any, Literal
 import jax
 
 from performer import couplings, structured
-from vit.speed import attention, converted, hour, photographs, vit
+from vit.speed import attention, converted, hour, photographs, pytorch, vit
 from vit.speed import lengths as by_length
 from vit.study import harness, launch, timing
 
@@ -86,6 +86,9 @@ def attention_tables(quick: bool, out: Path) -> None:
     """Print and write the tables of `performer_attention`."""
     scale = attention.Scale(repeats=2, divisor=16) if quick else attention.Scale()
     rows, times = attention.rounds(scale)
+    if pytorch.is_installed():
+        more, others = attention.pytorch_rounds(times, scale)
+        rows, times = [*rows, *more], [*times, *others]
     harness.show(times, out / "times")
     harness.show([*rows, attention.decoding(scale)], out / "summary")
     harness.show(attention.crossover(scale), out / "crossover", attention.FIGURES)

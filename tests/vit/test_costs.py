@@ -15,7 +15,7 @@ from tests.support.small import shapes, small_config
 from tests.support.tiers import tiers
 from vit import config
 from vit.model import classification
-from vit.speed import hour, lengths, photographs
+from vit.speed import attention, hour, lengths, photographs, pytorch
 from vit.speed.baselines import IMPLEMENTATIONS, inputs
 from vit.study import harness
 
@@ -164,3 +164,25 @@ def test_photographs_to_equal_accuracy(tmp_path, monkeypatch):
     assert (tmp_path / "out/curves.png").exists()
     trained = harness.read(tmp_path / "out/trained.csv")
     assert [(r["accuracy"], r["images/s"]) for r in trained] == [(0.7, 27), (0.6, 27)]
+
+
+def test_pytorchs_times_are_compared_with_those_of_the_same_pass(monkeypatch):
+    """With times that tell the rows apart: 16 ms, 32 with the backward pass, causal 64 and 128."""
+    ours = [
+        {"implementation": name, "pass": which, "shape": f"1x16x{heads}x64", "wall, ms": ms}
+        for heads in (12, 4)
+        for name, which, ms in (
+            ("ours", attention.FORWARD, 16.0),
+            ("ours", attention.BOTH, 32.0),
+            ("ours, causal", attention.FORWARD, 64.0),
+            ("ours, causal", attention.BOTH, 128.0),
+        )
+    ]
+    both = {attention.FORWARD: 0.064, attention.BOTH: 0.256}
+    monkeypatch.setattr(pytorch, "seconds", lambda *_: {"exact": both, "exact, causal": both})
+    monkeypatch.setattr(attention, "SIZES", ((16, 12), (16, 4)))
+    rows, times = attention.pytorch_rounds(ours, attention.Scale(2, 1))
+    assert [x["measured"] for x in rows] == [4.0, 8.0, 1.0, 2.0] * 2
+    assert rows[0]["quantity"] == "time: PyTorch, exact / ours"
+    assert [x["wall, ms"] for x in times] == [64.0, 256.0, 64.0, 256.0] * 2
+    assert all(x.keys() == ours[0].keys() for x in times)

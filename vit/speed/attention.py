@@ -2,9 +2,10 @@
 
 m = 128 frequencies, heads of width 64. A pass is the output ("forward") or the output and the
 gradients with respect to query, key and value ("forward + backward"): one compiled program, made in
-the same way for every implementation of `vit.speed.baselines`, and timed as
-`vit.study.timing` says. A ratio of times comes twice: wall time, and time of all threads
-on the CPU. Passes are in float32 with batch 1. `vit.speed.lengths` measures a GPU or TPU.
+the same way for every implementation of `vit.speed.baselines`, and timed as `vit.study.timing`
+says. Where PyTorch is installed, its exact attention is also timed (`vit.speed.pytorch`). A ratio
+of times comes twice: wall time, and time of all threads on the CPU. Passes are in float32 with
+batch 1. `vit.speed.lengths` measures a GPU or TPU.
 """
 
 import itertools
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from performer.attention import stream
+from vit.speed import pytorch
 from vit.speed.baselines import IMPLEMENTATIONS, inputs
 from vit.study import harness, timing
 
@@ -48,7 +50,8 @@ class Scale(NamedTuple):
 ROUNDS = (
     (BOTH, "ours", ("exact", "public")),
     (BOTH, "ours, causal", ("exact, causal", "public, causal")),
-    (FORWARD, "ours, causal", ("public, causal",)),
+    (FORWARD, "ours", ("exact",)),
+    (FORWARD, "ours, causal", ("exact, causal", "public, causal")),
 )
 """Pass, baseline of the comparison, and the implementations that take turns with it."""
 
@@ -112,6 +115,30 @@ def rounds(scale: Scale) -> tuple[list[Row], list[Row]]:
             quantity = {"quantity": f"temporary memory: {base} / {name}", "case": case}
             rows.append(quantity | {"measured": ratio, "by CPU time": ""})
     return rows, times
+
+
+def pytorch_rounds(times: Sequence[Row], scale: Scale) -> tuple[list[Row], list[Row]]:
+    """Return the ratios of PyTorch's exact attention to these times, and its own times.
+
+    It has a process of its own, after these; the strongest exact attention on a CPU.
+    """
+    rows, more = [], []
+    for full, heads in SIZES:
+        tokens = max(full // scale.divisor, 16)
+        if tokens > EXACT_TOKENS:
+            continue
+        shape = "x".join(map(str, inputs(tokens, heads)[0].shape))
+        for name, passes in pytorch.seconds(tokens, heads, scale.repeats).items():
+            base = name.replace("exact", "ours")
+            for which, seconds in passes.items():
+                row = {"implementation": f"PyTorch, {name}", "pass": which, "shape": shape}
+                more.append(dict.fromkeys(times[0], "") | row | {"wall, ms": 1e3 * seconds})
+                key = {"implementation": base, "pass": which, "shape": shape}
+                ours = next(x for x in times if key.items() <= x.items())
+                case = f"{which}, N = {tokens}, H = {heads}"
+                ratio = {"measured": 1e3 * seconds / ours["wall, ms"], "by CPU time": ""}
+                rows.append({"quantity": f"time: PyTorch, {name} / {base}", "case": case} | ratio)
+    return rows, more
 
 
 def decoding(scale: Scale, heads: int = 12) -> Row:
