@@ -19,8 +19,8 @@ def test_python_runs():
     namespace: dict = {}
     for body in code(README, "python"):
         exec(body, namespace)
-    assert namespace["output"].shape == (2, 197, 768)
-    assert namespace["attention_fn"].frequencies[...].shape == (12, 128, 64)
+    assert namespace["output"].shape == (1, 4096, 12, 64)
+    assert {row["attention"] for row in namespace["report"].rows} == {"linear"}
 
 
 @pytest.mark.thorough
