@@ -13,6 +13,7 @@ from pathlib import Path
 from experiments.graphs import scale
 from vit import compare
 from vit.speed import attention, lengths, vit
+from vit.speed import converted as conversions
 from vit.study import harness, launch
 from vit.study.statistics import mean_and_error
 
@@ -101,6 +102,7 @@ OWN: dict[str, harness.Row] = {
         line="{line}",
         log="x",
     ),
+    "converted/converted": conversions.FIGURES["converted"],
     "graphs/scale/graph_scale": scale.FIGURES["graph_scale"],
     "imagenette/curves": dict(
         x="epoch",
@@ -141,8 +143,9 @@ def options(png: Path) -> harness.Row:
     if name in OWN:
         return OWN[name]
     made = json.loads(png.with_name("run.json").read_text())[-1]["command"]
-    module = importlib.import_module(made.split()[2])
-    return module.FIGURES[png.stem]
+    script, *words = made.split()
+    name = f"vit.{words[0].replace('-', '_')}" if script == "performer-vit" else words[1]
+    return importlib.import_module(name).FIGURES[png.stem]
 
 
 def main() -> None:

@@ -29,6 +29,26 @@ from vit.study import harness, statistics, timing
 Row = harness.Row
 
 
+def by_speed(rows: list[Row]) -> list[Row]:
+    """Return the softmax runs and the runs with exact keys, the slowest first."""
+    kept = [
+        row for row in rows if row["attention"] == "softmax" or "exact_keys" in row["attention"]
+    ]
+    return sorted(kept, key=lambda row: (row["tokens"], row["times as fast"]))
+
+
+FIGURES: harness.Figures = {
+    "converted": dict(
+        change=by_speed,
+        x="times as fast",
+        y="difference",
+        line="{tokens} tokens",
+        xlabel="forward pass, times as fast as softmax attention",
+        ylabel="accuracy minus softmax's",
+    )
+}
+
+
 def correct(run: run_folders.Restored) -> np.ndarray:
     """Return 1 for each picture of the split whose class is right, else 0."""
     graph, state = nnx.split(run.model())
@@ -114,4 +134,4 @@ def measure(runs: Sequence[str], out: Path, batch_size: int = 8, repeats: int = 
             raise ValueError(f"{folder} is the first run of its size: give softmax first")
         group.append(folder)
     rows = [row for group in groups.values() for row in compared(group, batch_size, repeats)]
-    harness.show(rows, out / "converted", text=timing.hardware())
+    harness.show(rows, out / "converted", FIGURES, text=timing.hardware())
