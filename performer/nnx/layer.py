@@ -1,6 +1,7 @@
 """Drop-in attention for Flax nnx."""
 
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -288,7 +289,7 @@ class PerformerAttention(nnx.Module):
         return output
 
 
-def _arrays(variables: nnx.Dict) -> dict[str, Array]:
+def _arrays(variables: Mapping[str, Any]) -> dict[str, Array]:
     """The arrays by name; `nnx.capture` adds an entry of its own to every module."""
     return {name: x[...] for name, x in variables.items() if isinstance(x, nnx.Variable)}
 

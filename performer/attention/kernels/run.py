@@ -218,7 +218,7 @@ def _differentiable(kernel, gradients, ordinary, args, settings: Kernel) -> Any:
     """A function of arrays by its kernel and, elsewhere, by `ordinary`, on one device.
 
     kernel(args, residuals) returns the results and what `gradients` needs; gradients(args, rest,
-    given, absent, wanted) returns those of args. `absent` marks results without a gradient.
+    given, absent, wanted) returns gradients of args. `absent` marks results without a gradient.
     """
 
     def by_platform(kernel: Callable, otherwise: Callable, *args):
