@@ -1,5 +1,6 @@
 """Attention in a program, measured on batches: what linear attention can replace, and how."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from performer.linearization.layout import Unfit
 from performer.linearization.masks import KINDS, NO_SLOPE, alibi_slopes, fits
 from performer.linearization.program import (
     MASKED,
+    Alone,
     Named,
     Place,
     Program,
@@ -34,6 +36,10 @@ TOLERANCE = {"float32": 1e-3, "float64": 1e-6}
 """Largest error of what was read out, relative to the largest output; 0.05 for narrower types."""
 SECOND = " (second reason)"
 """End of the name of a line that has two reasons to stay exact."""
+ZERO = np.float32(0)
+BYTES = 2**30
+"""Memory for the arrays that enter attention; those of more are computed one group of places after
+another."""
 EXAMPLES = 8
 """Examples held out, and as many of the others, whose queries and keys are kept."""
 
@@ -218,6 +224,7 @@ def _observations(
         ValueError: for a batch that is no tuple of arguments.
     """
     last: Any = None
+    programs: dict[Any, Any] = {}
     for number, arguments in enumerate(batches):
         if not isinstance(arguments, tuple | list):
             raise ValueError(
@@ -228,28 +235,73 @@ def _observations(
         kind = tree, [jax.typeof(x) if hasattr(x, "shape") else x for x in leaves]
         if last is None or kind != last[0]:
             program, _, _ = program_of(function, arguments)
-            numbers = [place.number for place in named(program) if chosen(place)]
-            last = kind, program, jax.jit(partial(_observed, program, numbers, whole=whole))
-        _, program, compiled = last
-        arrays = [x for x in leaves if hasattr(x, "shape")]
-        records = jax.device_get(compiled(arrays))
-        yield program, records
+            chosen_places = [place for place in named(program) if chosen(place)]
+            last = kind, program, _recorder(program, chosen_places, whole, programs)
+        _, program, recorded = last
+        yield program, recorded([x for x in leaves if hasattr(x, "shape")])
 
 
-def _observed(
-    program: Program, numbers: Sequence[int], arrays: list, whole: bool
-) -> dict[int, Any]:
-    """A record of each of these places."""
+def _recorder(
+    program: Program, places: Sequence[Named], whole: bool, programs: dict[Any, Any]
+) -> Callable[[list], dict[int, Any]]:
+    """Return (arrays) -> a record of each of these places.
 
-    def record(values: Values, place: Place, at: tuple, setting: Any) -> tuple[Array, Any]:
-        del at, setting
+    The program returns what enters the places, and one program records all places that compute the
+    same; `programs` holds those that were compiled.
+    """
+    alone = {place.number: Alone.of(place.program, place.place) for place in places}
+    recorders = {}
+    for number, each in alone.items():
+        text = each.text()
+        recorders[number] = programs.setdefault(text, jax.jit(partial(_record, each, whole=whole)))
+    groups = [jax.jit(partial(_entering, program, x)) for x in _groups(places, alone)]
+
+    def recorded(arrays: list) -> dict[int, Any]:
+        records = {}
+        for entering in groups:
+            for number, leaves in entering(arrays).items():
+                lengths = next(place.lengths for place in places if place.number == number)
+                each = [
+                    jax.device_get(recorders[number]([x[step] for x in leaves], ZERO))
+                    for step in np.ndindex(lengths)
+                ]
+                records[number] = jax.tree.map(
+                    lambda *x, lengths=lengths: np.stack(x).reshape((*lengths, *x[0].shape)), *each
+                )
+        return records
+
+    return recorded
+
+
+def _groups(places: Sequence[Named], alone: dict[int, Alone]) -> list[dict[int, tuple]]:
+    """Places with the arrays that enter them, in groups that fit into memory together."""
+    groups, left = [], 0
+    for place in places:
+        leaves, steps = alone[place.number], math.prod(place.lengths)
+        size = steps * sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves.shapes)
+        if size > left:
+            groups.append({})
+            left = BYTES
+        groups[-1][place.number] = place, leaves.leaves
+        left -= size
+    return groups
+
+
+def _entering(
+    program: Program, places: dict[int, tuple[Named, tuple[Ref, ...]]], arrays: list
+) -> dict[int, list[Array]]:
+    """Arrays that enter these places."""
+
+    def read(values: Values, place: Place, at: tuple, setting: Any) -> tuple[Array, Any]:
+        del setting
         output = values.bind(values.program.ops[place.output], values.read)[0]
-        return output, _record(values, place, output, whole)
+        return output, [values.read(ref) for ref in leaves[at]]
 
-    places = named(program)
-    nothing = nested(places, dict.fromkeys(numbers, ()))  # an empty tree: nothing is read ahead
-    _, kept = run(program, arrays, nothing, record)
-    return {i: reduce(lambda x, step: x[step], places[i].at, kept) for i in numbers}
+    leaves = {place.at: refs for place, refs in places.values()}
+    every = {number: place for number, (place, _) in places.items()}
+    nothing = nested(every, dict.fromkeys(places, ()))  # an empty tree: nothing is read ahead
+    _, kept = run(program, arrays, nothing, read)
+    return {i: reduce(lambda x, step: x[step], place.at, kept) for i, place in every.items()}
 
 
 class Read(NamedTuple):
@@ -258,16 +310,17 @@ class Read(NamedTuple):
     sample: Sample
     visible: Bool[Array, "b t s"]
     bias: Float[Array, "b n t s"]
-    scale: Float[Array, "b n t s"]
+    scale: Float[Array, "..."]
+    """(b, n, t, s) with axes of length 1 not broadcast, or a number."""
     value: Array
     kinds: Bool[Array, " 4"]
     """The kinds of its mask by which it is read in linear time."""
 
 
-def read(values: Values, place: Place) -> Read:
+def read(values: Values, place: Place, zero: Array) -> Read:
     """Measure a place; queries are multiplied as if the scale were 1 / sqrt(h)."""
     query, key, value = values.operands(place)
-    bias = values.scores(place, unfolded(0.0))  # (b, n, t, s)
+    bias = values.scores(place, zero)  # (b, n, t, s)
     dtype = float32_or_wider(query, key)
     query, key, bias = (x.astype(dtype) for x in (query, key, bias))
     allowed = bias > MASKED
@@ -279,7 +332,7 @@ def read(values: Values, place: Place) -> Read:
     readings = [reading.read(values, place, kind, None) for kind in KINDS]
     query, key, _ = readings[0].scaled(query, key)
     by_key = 1 if readings[0].key_scale is None else readings[0].key_scale
-    scale = jnp.broadcast_to(readings[0].scale * by_key, bias.shape).astype(dtype)
+    scale = (readings[0].scale * by_key).astype(dtype)
     sample = Sample(query, key, queries, keys, jnp.argmax(visible, axis=-1))
     kinds = zip(KINDS, readings, strict=True)
     agree = jnp.stack([_agrees(x, kind, visible, queries, bias) for kind, x in kinds])
@@ -305,19 +358,17 @@ def _agrees(
     return valid & same & (True if found.valid is None else found.valid)
 
 
-def unfolded(fill: float) -> Array:
-    """A constant that XLA does not fold: scores of it took a minute to fold at 65 tokens."""
-    return jax.lax.optimization_barrier(jnp.float32(fill))
+def _record(alone: Alone, leaves: list[Array], zero: Array, whole: bool) -> dict[str, Any]:
+    """Measure one call of a place: sums over batches, facts, and a few examples.
 
-
-def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[str, Any]:
-    """Measure one call of a place: sums over batches, facts, and a few examples."""
-    sample, visible, bias, scale, value, by_kind = read(values, place)
+    Zero is an argument, for XLA would fold scores of a constant: minutes at 577 tokens.
+    """
+    place, values = alone.place, alone.values(leaves)
+    sample, visible, bias, scale, value, by_kind = read(values, place, zero)
     training, held_out = parted(sample)
     if whole:
         return {"sample": training._asdict()}
-    if place.tail:
-        output = values.output(place, values.read(Ref(place.scores)))
+    output = alone.attend(*leaves)
     _, t, n, h = sample.query.shape
     k = sample.key.shape[2]
     query = sample.query.reshape(len(bias), t, k, n // k, h)
@@ -325,7 +376,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     logits = logits.reshape(bias.shape) + bias
     # Random scores also: in a batch of small ones any weights are nearly uniform.
     shape = values.program.ops[place.scores].equation.outvars[0].aval.shape
-    normal = jax.random.normal(jax.random.key(0), shape, scale.dtype)
+    normal = jax.random.normal(jax.random.key(zero.astype(int)), shape, scale.dtype)
     fill = _fill(values, place, scale, 2 * normal)
     others = scale * place.layout.products(fill) + bias
     allowed = bias > MASKED
@@ -341,7 +392,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
         "count": count,
         "batches": jnp.float32(1),
         "slopes": slopes,
-        "scale": jnp.max(scale, axis=(0, 2, 3)),
+        "scale": jnp.broadcast_to(jnp.max(_all_axes(scale), axis=(0, 2, 3)), (n,)),
         "same heads": jnp.all(allowed == visible[:, None]),
         "alibi": alibi,
         "exact": exact,
@@ -351,6 +402,11 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
         "held out": {name: x[:few] for name, x in held_out._asdict().items()},
         "fitted": {name: x[:few] for name, x in training._asdict().items()},
     }
+
+
+def _all_axes(scale: Array) -> Array:
+    """A scale as (b, n, t, s), axes of length 1 not broadcast."""
+    return scale.reshape(scale.shape or (1, 1, 1, 1))
 
 
 def _fill(values: Values, place: Place, scale: Array, times: ArrayLike) -> Array:

@@ -14,7 +14,7 @@ from performer.linearization.function import LINEAR, UNCHOSEN, require_one, warn
 from performer.linearization.layers import Layer, Measured
 from performer.linearization.layout import Unfit
 from performer.linearization.measure import examples, layer_of, observe, steps_of
-from performer.linearization.outputs import Remembered, change, outputs_of
+from performer.linearization.outputs import Remembered, compared, prepared
 from performer.linearization.program import Named
 from performer.linearization.recipes import Options, replacements
 from performer.linearization.report import Report
@@ -66,8 +66,8 @@ def linearize(
         measured: result of `measure` on this model, to leave out the first passes. Only `measure`
             takes a `where` then.
         options: `coupling`, `num_features`, `calibration`, `refine_steps`, `keep`, `tolerance`,
-            `seed`, `show` and `exact`, as of `performer.linearize`. Without sizes each layer
-            has the cheapest within the tolerance.
+            `seed`, `show`, `exact` and `time`, as of `performer.linearize`. Without sizes each
+            layer has the fastest within the tolerance, if it is faster than exact attention.
 
     Returns:
         A new model of the same parameters, in evaluation mode, and the report.
@@ -99,8 +99,10 @@ def linearize(
             attention = hooks_.Adapter(attention, hook.function, layer.kind)
         hook.put(attention)
     if replaced:
-        after = outputs_of(_function(new, call)[0], (nnx.state(new), measured.arguments[1]))
-        report = replace(report, change=change(measured.outputs(), after))
+        arguments = nnx.state(new), measured.arguments[1]
+        after = _function(new, call)[0]
+        change, whole = compared(measured.before(), after, arguments, chosen.time)
+        report = replace(report, change=change, whole=whole)
     report.warn()
     return new, report
 
@@ -151,8 +153,8 @@ def measure(
     idle = left.keys() - {layer.path for layer in layers}
     left |= {path: left[path] or "not called" for path in idle}
     left = {path: reason for path, reason in left.items() if reason}
-    outputs = cache(partial(outputs_of, function, batches.last))
-    measured = Measured(layers, left, seen.places, tuple(batches.last), outputs)
+    before = cache(partial(prepared, function, batches.last))
+    measured = Measured(layers, left, seen.places, tuple(batches.last), before)
     warn(measured)
     return measured
 

@@ -328,7 +328,8 @@ def test_the_report(tmp_path):
     report.to_csv(tmp_path / "report.csv")
     lines = (tmp_path / "report.csv").read_text().splitlines()
     sizes = "m,window,first,exact keys,exact rows,cost,keys"
-    assert lines[0].startswith(f"path,layer,head,attention,{sizes},attention error")
+    times = '"exact, ms","replacement, ms",speed-up'
+    assert lines[0].startswith(f"path,layer,head,attention,{sizes},{times},attention error")
     assert len(lines) == 1 + HEADS
     assert "worst heads: attention head" in str(report)
 
