@@ -104,7 +104,9 @@ def linearize(
     Args:
         function: takes arrays or pytrees of them. Other arguments are static.
         batches: tuples of its arguments, like those that it will be called with. One example of
-            eight is held out. They are read once, and with `refine_steps` once more for each layer.
+            eight is held out, and of four batches or more the last one, on which the answers of
+            both functions are compared. They are read once, and with `refine_steps` once more for
+            each layer.
         coupling: of the frequencies; every place and key head has its own draw.
         num_features: m of all layers; 0 for the exact pairs of a window alone. If only exact pairs
             are given, twice the head_dim.
@@ -186,6 +188,7 @@ def linearize(
     linear = jax.tree_util.Partial(call, arrays)
     if new:
         change, whole = compared(measured.before(), linear, measured.arguments, time)
+        change = change._replace(is_held_out=measured.is_held_out)
         report = replace(report, change=change, whole=whole)
     report.warn()
     return linear, report
@@ -215,7 +218,7 @@ def measure(
         raise ValueError(f"no attention can be replaced:\n{lines}")
     arguments = tuple(batches.last)
     before = cache(partial(prepared, function, arguments))
-    measured = Measured(layers, left, observed.places, arguments, before)
+    measured = Measured(layers, left, observed.places, arguments, before, observed.is_held_out)
     warn(measured)
     return measured
 

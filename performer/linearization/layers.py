@@ -79,6 +79,8 @@ class Measured(NamedTuple):
     """The last batch."""
     before: Callable[[], tuple[Ready, Outputs]]
     """The function for it, compiled once, and its outputs."""
+    is_held_out: bool = False
+    """True if nothing is fitted to it."""
 
 
 HeadErrors = dict[str, Float[Array, " n"]]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -40,18 +40,92 @@ ZERO = np.float32(0)
 BYTES = 2**30
 """Memory for the arrays that enter attention; those of more are computed one group of places after
 another."""
+BATCHES = 4
+"""Batches from which on the last one is held out: answers are compared on it."""
 EXAMPLES = 8
 """Examples held out, and as many of the others, whose queries and keys are kept."""
+
+
+def added(before: Any, new: Any, scans: int) -> Any:
+    """Sum of two records."""
+    del scans
+    return before + new
+
+
+def both(before: Any, new: Any, scans: int) -> Any:
+    """True where both records are."""
+    del scans
+    return before & new
+
+
+def largest(before: Any, new: Any, scans: int) -> Any:
+    """The larger numbers of two records."""
+    del scans
+    return np.maximum(before, new)
+
+
+def first_examples(before: Sample, new: Sample, scans: int) -> Sample:
+    """The first examples of two records; those of another length are left out."""
+    shapes = (
+        [x.shape[scans + 1 :] for x in sample if x is not None] for sample in (before, new)
+    )
+    if len({tuple(x) for x in shapes}) > 1:
+        return before
+    joined = jax.tree.map(lambda *x: np.concatenate(x, axis=scans), before, new)
+    first = np.arange(min(EXAMPLES, joined.key.shape[scans]))
+    return jax.tree.map(lambda x: np.take(x, first, axis=scans), joined)
+
+
+class Record(NamedTuple):
+    """What was measured at a place; each field with the rule by which two records are one.
+
+    In a scan arrays have an axis of its steps before all others.
+    """
+
+    moments: Annotated[Any, added]
+    """Of pairs, times their count."""
+    count: Annotated[Any, added]
+    batches: Annotated[Any, added]
+    slopes: Annotated[Any, added]
+    """Of ALiBi, one for each head, summed over batches."""
+    scale: Annotated[Any, largest]
+    """The largest of each head."""
+    same_heads: Annotated[Any, both]
+    alibi: Annotated[Any, both]
+    """True if the bias has the form of ALiBi's."""
+    exact: Annotated[Any, both]
+    """True if softmax of what was read is what the program computes."""
+    all_keys: Annotated[Any, both]
+    """True if each key is seen by a query."""
+    fits: Annotated[Any, both]
+    """For each kind of masks: whether the mask is of it."""
+    kinds: Annotated[Any, both]
+    """Whether it is read so in linear time."""
+    held_out: Annotated[Sample, first_examples]
+    fitted: Annotated[Sample, first_examples]
+
+    def together(self, new: "Record", scans: int = 0) -> "Record":
+        """One record of two calls or batches; the first `scans` axes are the steps of scans."""
+        hints = get_type_hints(Record, include_extras=True)
+        rules = (hints[name].__metadata__[0] for name in self._fields)
+        return Record(*(rule(x, y, scans) for rule, x, y in zip(rules, self, new, strict=True)))
+
+    def unfitted(self, scans: int = 0) -> "Record":
+        """The record without what features are fitted to."""
+        fitted = jax.tree.map(lambda x: np.take(x, [], axis=scans), self.fitted)
+        return self._replace(moments=0 * self.moments, count=0 * self.count, fitted=fitted)
 
 
 class Observed(NamedTuple):
     """Attention that a function computes, and what was measured of it."""
 
     places: list[Named]
-    records: dict[int, dict[str, Any]]
-    """Number of a place -> its record; in a scan with an axis of its steps before all others."""
+    records: dict[int, Record]
+    """Number of a place -> its record."""
     left: dict[str, tuple[str, str]]
     """Name of what cannot be replaced -> its scope and the reason."""
+    is_held_out: bool = False
+    """True if nothing is fitted to the last batch."""
 
 
 def observe(
@@ -65,9 +139,18 @@ def observe(
         ValueError: if there are no batches, if they run different programs, or if one is no tuple
             of arguments.
     """
-    observed, number = Observed([], {}, {}), None
+    observed, number, records = Observed([], {}, {}), None, {}
+    places: list[Named] = []
+    last: dict[int, Record] = {}
+
+    def joined(new: dict[int, Record]) -> dict[int, Record]:
+        same = observed.records.keys() & new
+        records = {i: observed.records[i].together(new[i], len(places[i].lengths)) for i in same}
+        return new | records
+
     for number, (program, new) in enumerate(_observations(function, batches, chosen)):
         places = named(program)
+        observed = observed._replace(records=records)
         if number and words_of(places) != words_of(observed.places):
             raise ValueError(
                 f"batch {number} runs another program than batch 0: its attention is computed"
@@ -76,14 +159,13 @@ def observe(
         for each in left_in(program):
             same = observed.left.get(each.line, (each.scope, each.reason))[1] == each.reason
             observed.left[each.line + SECOND * (not same)] = each.scope, each.reason
-        both = {
-            i: together(observed.records[i], new[i], len(places[i].lengths))
-            for i in observed.records.keys() & new
-        }
-        observed = observed._replace(places=places, records=new | both)
+        observed, last = observed._replace(places=places), new
+        records = joined(new)
     if number is None:
         raise ValueError("there are no batches: give at least one batch of arguments")
-    return observed
+    if is_held_out := number + 1 >= BATCHES:
+        records = joined({i: x.unfitted(len(places[i].lengths)) for i, x in last.items()})
+    return observed._replace(records=records, is_held_out=is_held_out)
 
 
 def program_of(
@@ -136,19 +218,19 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
             READ_ELSEWHERE
         )  # a derivative, for example of a checkpoint, computes them again
     records = [steps_of(observed, number)[step] for number, step in calls]
-    record = reduce(together, records)
-    slopes = record["slopes"] / record["batches"]
-    if not np.isfinite(record["moments"]).all():
+    record = reduce(Record.together, records)
+    slopes = record.slopes / record.batches
+    if not np.isfinite(record.moments).all():
         raise ValueError(
             f"{path}: queries or keys are not finite: is there a NaN in the batches or parameters?"
         )
-    kinds = record["fits"] & record["kinds"]
+    kinds = record.fits & record.kinds
     requirements = {
-        "its masks differ between heads (the last batch axis of the scores)": record["same heads"],
-        "a bias that is no mask": record["alibi"] & np.all(slopes > -NO_SLOPE),
+        "its masks differ between heads (the last batch axis of the scores)": record.same_heads,
+        "a bias that is no mask": record.alibi & np.all(slopes > -NO_SLOPE),
         "softmax(scale q.k + bias) v is not what it computes: are its weights changed"
-        " after the softmax?": record["exact"],
-        "its masks are neither of keys, nor causal, nor of packed sequences": record["fits"].any(),
+        " after the softmax?": record.exact,
+        "its masks are neither of keys, nor causal, nor of packed sequences": record.fits.any(),
         "its masks cannot be read in linear time: are positions or segments compared that differ"
         " between queries and keys?": kinds.any(),
     }
@@ -156,24 +238,24 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
         if not holds:
             raise Unfit(reason)
     kind = KINDS[int(np.argmax(kinds))]
-    held_out, fitted = (Sample(**record[name]) for name in ("held out", "fitted"))
+    held_out, fitted = record.held_out, record.fitted
     if "segments" not in kind:
         held_out, fitted = (x._replace(segments=None) for x in (held_out, fitted))
     return Layer(
         path=path,
-        moments=jnp.asarray(record["moments"] / record["count"]),
+        moments=jnp.asarray(record.moments / record.count),
         held_out=jax.tree.map(jnp.asarray, held_out),
         fitted=jax.tree.map(jnp.asarray, fitted),
         kind=kind,
-        scale=jnp.asarray(record["scale"]),
+        scale=jnp.asarray(record.scale),
         slopes=jnp.asarray(np.maximum(slopes, 0)) if np.any(slopes > NO_SLOPE) else None,
         masked=any(observed.places[i].place.sources for i, _ in calls),
-        padded=not record["all keys"],
+        padded=not record.all_keys,
         calls=tuple(calls),
     )
 
 
-def steps_of(observed: Observed, number: int) -> dict[tuple[int, ...], dict[str, Any]]:
+def steps_of(observed: Observed, number: int) -> dict[tuple[int, ...], Record]:
     """Records of a place: for each step of the scans around it, () if there are none."""
     steps = np.ndindex(observed.places[number].lengths)
     return {step: jax.tree.map(lambda x, i=step: x[i], observed.records[number]) for step in steps}
@@ -192,7 +274,8 @@ def examples(
         ValueError: if there are none.
     """
     lengths = [x.shape[1:] for x in (layer.held_out.query, layer.held_out.key)]
-    numbers, samples = {number for number, _ in layer.calls}, []
+    numbers = {number for number, _ in layer.calls}
+    samples: list[Any] = []
     for program, records in _observations(
         function, batches, lambda place: place.number in numbers, whole=True
     ):
@@ -200,8 +283,12 @@ def examples(
         calls = (
             jax.tree.map(lambda x, i=step: x[i], records[number]) for number, step in layer.calls
         )
-        each_call = (Sample(**each["sample"]) for each in calls)
-        samples += [x for x in each_call if [x.query.shape[1:], x.key.shape[1:]] == lengths]
+        samples.append(
+            [x for x in calls if [x.query.shape[1:], x.key.shape[1:]] == lengths]
+        )
+    if len(samples) >= BATCHES:  # the last batch is held out
+        samples.pop()
+    samples = [x for each in samples for x in each]
     if not samples:
         raise ValueError(
             "refine_steps reads the batches again, and there are none of the length that was"
@@ -358,8 +445,8 @@ def _agrees(
     return valid & same & (True if found.valid is None else found.valid)
 
 
-def _record(alone: Alone, leaves: list[Array], zero: Array, whole: bool) -> dict[str, Any]:
-    """Measure one call of a place: sums over batches, facts, and a few examples.
+def _record(alone: Alone, leaves: list[Array], zero: Array, whole: bool) -> Record | Sample:
+    """Measure one call of a place: its record, or all examples that are not held out.
 
     Zero is an argument, for XLA would fold scores of a constant: minutes at 577 tokens.
     """
@@ -367,7 +454,7 @@ def _record(alone: Alone, leaves: list[Array], zero: Array, whole: bool) -> dict
     sample, visible, bias, scale, value, by_kind = read(values, place, zero)
     training, held_out = parted(sample)
     if whole:
-        return {"sample": training._asdict()}
+        return training
     output = alone.attend(*leaves)
     _, t, n, h = sample.query.shape
     k = sample.key.shape[2]
@@ -387,21 +474,21 @@ def _record(alone: Alone, leaves: list[Array], zero: Array, whole: bool) -> dict
     fitted_to = jnp.asarray(~is_held_out(len(bias)))
     pairs = (visible & (sample.queries & fitted_to[:, None])[..., None])[:, None]
     few = min(EXAMPLES, len(held_out.query))
-    return {
-        "moments": pair_moments(sample.query, sample.key, mask=pairs) * count,
-        "count": count,
-        "batches": jnp.float32(1),
-        "slopes": slopes,
-        "scale": jnp.broadcast_to(jnp.max(_all_axes(scale), axis=(0, 2, 3)), (n,)),
-        "same heads": jnp.all(allowed == visible[:, None]),
-        "alibi": alibi,
-        "exact": exact,
-        "all keys": jnp.all(sample.keys),
-        "fits": jnp.stack([fits(visible, kind) for kind in KINDS]),
-        "kinds": by_kind,
-        "held out": {name: x[:few] for name, x in held_out._asdict().items()},
-        "fitted": {name: x[:few] for name, x in training._asdict().items()},
-    }
+    return Record(
+        moments=pair_moments(sample.query, sample.key, mask=pairs) * count,
+        count=count,
+        batches=jnp.float32(1),
+        slopes=slopes,
+        scale=jnp.broadcast_to(jnp.max(_all_axes(scale), axis=(0, 2, 3)), (n,)),
+        same_heads=jnp.all(allowed == visible[:, None]),
+        alibi=alibi,
+        exact=exact,
+        all_keys=jnp.all(sample.keys),
+        fits=jnp.stack([fits(visible, kind) for kind in KINDS]),
+        kinds=by_kind,
+        held_out=jax.tree.map(lambda x: x[:few], held_out),
+        fitted=jax.tree.map(lambda x: x[:few], training),
+    )
 
 
 def _all_axes(scale: Array) -> Array:
@@ -438,21 +525,3 @@ def _is_softmax(
     apart = jnp.max(jnp.where(alike, 0, jnp.abs(exact - output)), initial=0)
     largest = jnp.max(jnp.where(jnp.isnan(output), 0, jnp.abs(output)), initial=1e-30)
     return apart <= max(TOLERANCE.get(x, 0.05) for x in place.dtypes) * largest
-
-
-def together(before: dict[str, Any], new: dict[str, Any], scans: int = 0) -> dict[str, Any]:
-    """Records of two calls as one: sums, what must hold in both, the first examples.
-
-    The first `scans` axes are the steps of scans. Examples of another length are left out.
-    """
-    sums = ("moments", "count", "batches", "slopes")
-    facts = ("same heads", "alibi", "exact", "all keys", "fits", "kinds")
-    both = {name: before[name] + new[name] for name in sums}
-    both |= {name: before[name] & new[name] for name in facts}
-    for name in ("held out", "fitted"):
-        few, more = before[name], new[name]
-        if all(few[x].shape[scans + 1 :] == more[x].shape[scans + 1 :] for x in few):
-            joined = {x: np.concatenate([few[x], more[x]], axis=scans) for x in few}
-            first = np.arange(min(EXAMPLES, joined["key"].shape[scans]))
-            both[name] = {x: np.take(y, first, axis=scans) for x, y in joined.items()}
-    return before | both

@@ -36,13 +36,19 @@ class Change(NamedTuple):
     same: float
     """Share of rows whose largest entry is the same, of all outputs with more than one entry in
     the last axis: equal answers of a classifier, equal next tokens. NaN if there are none."""
+    is_held_out: bool = False
+    """True if nothing was fitted to the batch."""
 
     def __str__(self) -> str:
         """The numbers in words."""
-        text = f"outputs of the last batch change by {self.relative:.2g} (relative, squared)"
+        batch = "a held-out batch" if self.is_held_out else "the last batch"
+        change = f"change by {self.relative:.2g} (relative, squared)"
         if np.isnan(self.same):
-            return text
-        return f"{self.same:.1%} of the rows have the same largest entry (equal answers); {text}"
+            return f"outputs of {batch} {change}"
+        return (
+            f"{self.same:.1%} of the rows of {batch} have the same largest entry (equal answers);"
+            f" outputs {change}"
+        )
 
 
 class Whole(NamedTuple):

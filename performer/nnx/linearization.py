@@ -74,8 +74,8 @@ def linearize(
 
     Raises:
         ValueError: for batches that cannot be read again, numbers below 0, exact first
-            keys without a window, an unknown coupling or calibration, `where` with `measured`, or a
-            model without attention.
+            keys without a window, an unknown coupling or calibration, `where` with `measured`, a
+            measurement of another model, or a model without attention.
 
     Example:
         >>> model, report = linearize(model, [x], num_features=8)
@@ -85,6 +85,7 @@ def linearize(
     require_one(measured, where)
     measured = measured or measure(model, batches, where=where, call=call)
     function, state, _ = _function(model, call)
+    _check_same(measured, state)
     replaced, report = replacements(
         measured, lambda layer: examples(function, _with(state, batches), layer), chosen
     )
@@ -102,6 +103,7 @@ def linearize(
         arguments = nnx.state(new), measured.arguments[1]
         after = _function(new, call)[0]
         change, whole = compared(measured.before(), after, arguments, chosen.time)
+        change = change._replace(is_held_out=measured.is_held_out)
         report = replace(report, change=change, whole=whole)
     report.warn()
     return new, report
@@ -154,9 +156,25 @@ def measure(
     left |= {path: left[path] or "not called" for path in idle}
     left = {path: reason for path, reason in left.items() if reason}
     before = cache(partial(prepared, function, batches.last))
-    measured = Measured(layers, left, seen.places, tuple(batches.last), before)
+    measured = Measured(
+        layers, left, seen.places, tuple(batches.last), before, seen.is_held_out
+    )
     warn(measured)
     return measured
+
+
+def _check_same(measured: Measured, state: nnx.State) -> None:
+    """Raise ValueError for the measurement of another model."""
+    before, here = (
+        {path: x.shape for path, x in nnx.to_flat_state(each) if hasattr(x, "shape")}
+        for each in (measured.arguments[0], state)
+    )
+    if before != here:
+        path = next(x for x in (*before, *here) if before.get(x) != here.get(x))
+        raise ValueError(
+            f"measured is of another model: {'.'.join(map(str, path))} has the shape"
+            f" {before.get(path)} there and {here.get(path)} here; call measure on this model"
+        )
 
 
 def evaluated(model: Model) -> Model:

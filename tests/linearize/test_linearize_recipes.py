@@ -201,7 +201,7 @@ def test_the_verdict(error, expected):
     row = {"path": "a", "attention": "linear", "attention error": error, "cost": 9, "keys": 8}
     rows = [row, row | {"attention": "exact", "attention error": 9.0}]
     answers, losses, costs = Report(rows, change=Change(0.01, 0.9)).verdict().splitlines()
-    assert answers.startswith("90.0% of the rows have the same largest entry (equal answers)")
+    assert answers.startswith("90.0% of the rows of the last batch have the same largest")
     assert losses.startswith(f"mean error {error:.2g}: of ten models")
     assert expected in losses
     assert ("refine" in losses) == (expected != "2% of accuracy")
