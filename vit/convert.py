@@ -223,7 +223,7 @@ def convert(
     num_epochs: float = 1.0,
     learning_rate: float = 1e-4,
 ) -> str:
-    """Write the report and the converted run, and return the table.
+    """Write the report and the converted run, and return the table and the verdict of `linearize`.
 
     Args:
         workdir: folder of a run with softmax attention.
@@ -314,7 +314,7 @@ def convert(
             status = f"{record['coupling']} {record[metric_of(record)]:.4f}"
             bar.update(progress, advance=1, description=status)
         heads.to_csv(folder / "heads.csv")
-    return table
+    return f"{table}\n{heads.verdict()}"
 
 
 @functools.wraps(convert)

@@ -91,7 +91,7 @@ def linearize(
     serves all places of a shape. Recipes are
 
         features   m = head_dim / 4, head_dim / 2, ... or 4 head_dim, at least 8, calibrated
-        keys       16, 32 or 64 exact keys, in layers without causality, segments and ALiBi
+        keys       16, 32, 64 or 128 exact keys, in layers without causality, segments and ALiBi
         rows       1 there, if the row of the first query (a class token) is not within the
                    tolerance
         windows    of 16, 32 or 64 with one first key in other layers, with features or (not
@@ -138,7 +138,7 @@ def linearize(
         The new function and the report. The function takes the arguments of the given one, also by
         name. It is a pytree (`jax.tree_util.Partial`) whose
         leaves are the frequencies and calibrations: it can be an argument of `jax.jit`,
-        differentiated and saved. It traces the given function at each call: put it under `jax.jit`.
+        differentiated and saved. It is compiled once for each structure and shape of its arguments.
         The report's errors of attention with ALiBi are those without the bias. A single batch axis
         of the scores counts as examples, not as heads: heads then share their frequencies.
 
