@@ -12,7 +12,7 @@ class Planted(Table):
     """A table in which a recipe takes as many seconds as it has features and exact pairs."""
 
     def __init__(self, exact=math.inf, causal=False):
-        super().__init__(Time(exact, 0), Compiled(lambda: None, 0), (), ())
+        super().__init__(Time(exact, 0), Compiled(print, (), 0), (), (), ())
         self.chunks = 2 if causal else 3
 
     def time(self, features):

@@ -9,8 +9,7 @@ import pytest
 
 import performer
 from performer import Exact
-from performer.linearization import measure
-from performer.linearization.measure import Record
+from performer.linearization.measure import EXAMPLES, Record, examples
 from performer.refinement import Sample
 
 T, H = 6, 8
@@ -25,8 +24,8 @@ def tokens(seed, size=1.0, batch=8):
     return size * jax.random.normal(jax.random.key(seed), (batch, T, H))
 
 
-def sample(value, examples=3, length=2):
-    return Sample.of(*[np.full((examples, length, 1, 1), value, np.float32)] * 2)
+def sample(value, count=3, length=2):
+    return Sample.of(*[jnp.full((count, length, 1, 1), value)] * 2)
 
 
 def record(value, flags, **fields):
@@ -47,10 +46,10 @@ def test_records_merge_by_the_rules_of_their_fields():
     np.testing.assert_array_equal(both.fitted.key.ravel(), np.repeat([1, 2], 6))
     hints = get_type_hints(Record, include_extras=True)
     assert all(callable(hints[name].__metadata__[0]) for name in Record._fields)
-    longer = record(2.0, [True], held_out=sample(2.0, length=3), fitted=sample(2.0, examples=20))
+    longer = record(2.0, [True], held_out=sample(2.0, length=3), fitted=sample(2.0, count=20))
     both = record(1.0, [True]).together(longer)
     assert both.held_out.key.shape == (3, 2, 1, 1)
-    assert both.fitted.key.shape == (measure.EXAMPLES, 2, 1, 1)
+    assert both.fitted.key.shape == (EXAMPLES, 2, 1, 1)
     unfitted = record(1.0, [True]).together(longer.unfitted())
     assert (unfitted.moments, unfitted.count, len(unfitted.fitted.key)) == (1, 1, 3)
 
@@ -62,7 +61,7 @@ def test_of_four_batches_the_last_is_held_out():
     np.testing.assert_allclose(four.layers[0].moments, three.layers[0].moments, rtol=1e-6)
     assert (four.is_held_out, three.is_held_out) == (True, False)
     np.testing.assert_array_equal(four.arguments[0], batches[3][0])
-    read = measure.examples(attend, batches, four.layers[0])
+    read = examples(attend, batches, four.layers[0])
     assert len(read.query) == 3 * 7  # one of eight is held out
     _, report = performer.linearize(attend, [], measured=four, num_features=8)
     assert "of a held-out batch" in str(report.change)
