@@ -135,7 +135,9 @@ def times_of(report: Report, layers: Sequence[Mapping[str, Any]]) -> dict[str, A
     """Return milliseconds of the attention of all layers and of the model; none without times."""
     if "speed-up" not in layers[0]:
         return {}
-    after = [row["replacement, ms" if row["attention"] == "linear" else "exact, ms"] for row in layers]
+    after = [
+        row["replacement, ms" if row["attention"] == "linear" else "exact, ms"] for row in layers
+    ]
     times: list[Any] = [sum(row["exact, ms"] for row in layers), sum(after)]
     if report.whole is not None:
         before, new = (1e3 * x.seconds for x in (report.whole.before, report.whole.after))

@@ -66,9 +66,7 @@ def largest(before: Any, new: Any, scans: int) -> Any:
 
 def first_examples(before: Sample, new: Sample, scans: int) -> Sample:
     """The first examples of two records; those of another length are left out."""
-    shapes = (
-        [x.shape[scans + 1 :] for x in sample if x is not None] for sample in (before, new)
-    )
+    shapes = ([x.shape[scans + 1 :] for x in sample if x is not None] for sample in (before, new))
     if len({tuple(x) for x in shapes}) > 1:
         return before
     joined = jax.tree.map(lambda *x: np.concatenate(x, axis=scans), before, new)
@@ -283,9 +281,7 @@ def examples(
         calls = (
             jax.tree.map(lambda x, i=step: x[i], records[number]) for number, step in layer.calls
         )
-        samples.append(
-            [x for x in calls if [x.query.shape[1:], x.key.shape[1:]] == lengths]
-        )
+        samples.append([x for x in calls if [x.query.shape[1:], x.key.shape[1:]] == lengths])
     if len(samples) >= BATCHES:  # the last batch is held out
         samples.pop()
     samples = [x for each in samples for x in each]
@@ -387,7 +383,7 @@ def _entering(
     leaves = {place.at: refs for place, refs in places.values()}
     every = {number: place for number, (place, _) in places.items()}
     nothing = nested(every, dict.fromkeys(places, ()))  # an empty tree: nothing is read ahead
-    _, kept = run(program, arrays, nothing, read)
+    kept: Any = run(program, arrays, nothing, read)[1]
     return {i: reduce(lambda x, step: x[step], place.at, kept) for i, place in every.items()}
 
 

@@ -131,8 +131,8 @@ def compared(
     difference = change(outputs, new_outputs)
     if what is None:
         return difference, None
-    times = race(old.timed(what), after.timed(what), seconds=1.0)
-    return difference, Whole(*times, what, jax.devices()[0].device_kind)
+    first, second = race(old.timed(what), after.timed(what), seconds=1.0)
+    return difference, Whole(first, second, what, jax.devices()[0].device_kind)
 
 
 def change(before: Outputs, after: Outputs) -> Change:

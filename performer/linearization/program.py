@@ -312,8 +312,8 @@ class Alone(NamedTuple):
             for ref, atom in zip(op.inputs, op.equation.invars, strict=True):
                 if ref.op is None and ref.input is None:
                     continue
-                inside = ref.op is not None and (ref.op in after or derived[ref.op])
-                if _key(ref) in stops or not inside:
+                inside = ref.op in after or (ref.op is not None and derived[ref.op])
+                if ref.op is None or _key(ref) in stops or not inside:
                     leaves[_key(ref)] = ref, jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
                 elif ref.op not in seen:
                     left.append(ref.op)

@@ -65,7 +65,7 @@ class Reading(NamedTuple):
 
 
 def computed(function: Callable[..., Any], *arrays: Array) -> Any:
-    """Call a function of arrays, while tracing if all are constants: XLA folds reductions slowly."""
+    """Call a function of arrays, while tracing if all are constants, which XLA folds slowly."""
     if any(isinstance(x, Tracer) for x in arrays):
         return function(*arrays)
     with jax.ensure_compile_time_eval():

@@ -277,23 +277,21 @@ class _Steps(NamedTuple):
         """The first layer, of whose kind all are."""
         return self.layers[0][1]
 
-    def time(self, recipe: Recipe) -> Time | None:
-        """Time of the first layer's attention by a recipe; None without a table."""
-        if self.table is None:
-            return None
+    def seconds(self, recipe: Recipe) -> float:
+        """Time of the first layer's attention by a recipe."""
+        assert self.table is not None
         if recipe not in self.times:
             self.times[recipe] = self.table.time(_features(None, self.layer, recipe, self.options))
-        return self.times[recipe]
+        return self.times[recipe].seconds
 
     def is_slow(self, recipe: Recipe, margin: float = MARGIN) -> bool:
         """True if the recipe takes longer than exact attention, divided by the margin."""
-        time = self.time(recipe)
-        return self.table is not None and time.seconds * margin > self.table.exact.seconds
+        return self.table is not None and self.seconds(recipe) * margin > self.table.exact.seconds
 
     def recipes(self) -> list[Recipe]:
         """The recipes, the fastest first; without times in the order of their counts."""
         recipes, hopeless, timed = self.options.recipes(self.layer), [], []
-        if self.table is None or self.options.sized and self.options.tolerance is None:
+        if self.table is None or (self.options.sized and self.options.tolerance is None):
             return recipes
         start, before = clock.perf_counter(), len(self.table.times)
         for recipe in recipes:
@@ -308,7 +306,7 @@ class _Steps(NamedTuple):
                 f"timed {new} recipes of attention in {seconds:.0f} s: {b} x {t} tokens, {n} heads"
                 f" of {h}"
             )
-        timed.sort(key=lambda recipe: self.time(recipe).seconds)
+        timed.sort(key=self.seconds)
         others = [x for x in recipes if x not in timed]
         return timed if self.options.must_be_faster else timed + others
 
@@ -355,13 +353,11 @@ def _chosen(steps: _Steps, examples: Examples) -> list[Drawn]:
             break
     if best:
         return best
-    fastest = min(slow, key=lambda recipe: steps.time(recipe).seconds)
+    fastest = min(slow, key=steps.seconds)
     return [x._replace(is_slow=True) for x in calibrated(fastest)]
 
 
-def _features(
-    key: PRNGKeyArray | None, layer: Layer, recipe: Recipe, options: Options
-) -> Features:
+def _features(key: PRNGKeyArray | None, layer: Layer, recipe: Recipe, options: Options) -> Features:
     """Frequencies of the coupling, calibrated to the moments; ones without a key, to be timed."""
     (m, exact), fitted, w = recipe, None, None
     if m:
@@ -378,8 +374,8 @@ def _calibrated(key: PRNGKeyArray, layer: Layer, recipe: Recipe, options: Option
     """Features of a recipe, and their attention error on held-out examples."""
     features = _features(key, layer, recipe, options)
     w, fixed = features.frequencies, (features.calibration, traced(recipe.exact))
-    errors = _errors(positive_features, w, fixed, layer.held_out, layer.is_causal)
-    return Drawn(recipe, [features], *map(float, errors))
+    error, first = _errors(positive_features, w, fixed, layer.held_out, layer.is_causal)
+    return Drawn(recipe, [features], float(error), float(first))
 
 
 @partial(jax.jit, static_argnums=(0, 4))

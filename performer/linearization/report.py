@@ -102,8 +102,8 @@ class Report:
         for row in slow:
             best[row["keys"]] = max(row["speed-up"], best.get(row["keys"], 0.0))
         return [
-            f"at {keys} tokens the fastest replacement of a layer's attention would be {x:.2g} times"
-            " as fast as softmax attention: keep softmax there"
+            f"at {keys} tokens the fastest replacement of a layer's attention would be {x:.2g}"
+            " times as fast as softmax attention: keep softmax there"
             for keys, x in best.items()
         ]
 

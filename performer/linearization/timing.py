@@ -153,7 +153,7 @@ def _replaced(
     value: Array,
 ) -> Any:
     """Attention by features, with arguments of the kinds that a layer has."""
-    b, s, k, _ = key.shape
+    b, s = key.shape[:2]
     options: Any = dict(is_causal="causal" in kind)
     if is_masked:
         options["mask"] = jnp.isfinite(key[:, :, 0, 0])[:, None, None]

@@ -156,9 +156,7 @@ def measure(
     left |= {path: left[path] or "not called" for path in idle}
     left = {path: reason for path, reason in left.items() if reason}
     before = cache(partial(prepared, function, batches.last))
-    measured = Measured(
-        layers, left, seen.places, tuple(batches.last), before, seen.is_held_out
-    )
+    measured = Measured(layers, left, seen.places, tuple(batches.last), before, seen.is_held_out)
     warn(measured)
     return measured
 

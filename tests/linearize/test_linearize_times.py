@@ -112,7 +112,9 @@ def test_layers_of_one_shape_share_a_table(monkeypatch):
         return Compiled(print, (), 0)
 
     monkeypatch.setattr(timing, "compiled", counted)
-    monkeypatch.setattr(timing, "race", lambda *x, **_: [Time(0.01 * (1 + i), 0) for i, _ in enumerate(x)])
+    monkeypatch.setattr(
+        timing, "race", lambda *x, **_: [Time(0.01 * (1 + i), 0) for i, _ in enumerate(x)]
+    )
     monkeypatch.setattr(timing, "TABLES", {})
 
     def function(x):
