@@ -240,7 +240,8 @@ def replacements(
     ordered = sorted(largest, key=lambda x: -largest[x])
     kept = [x for i, x in enumerate(ordered) if i < options.keep or not options.meets(largest[x])]
     new = {i: x for i, (x, _) in attention.items() if layers[i].place not in (*slow, *kept)}
-    rows, remarks = [], []
+    rows: list[dict[str, Any]] = []
+    remarks: list[tuple[str, str]] = []
     for i, (linear, numbers) in attention.items():
         layer, recipe = layers[i], drawn[i].recipe
         row = {"path": layer.path, "layer": i, "head": 0}
@@ -255,10 +256,11 @@ def replacements(
         for head, values in enumerate(zip(*(x.tolist() for x in numbers.values()), strict=True)):
             rows.append(row | {"head": head} | dict(zip(numbers, values, strict=True)))
         if layer.place in slow:
-            remarks.append(_slow(layer, row))
+            remarks.append((layer.path, _slow(layer, row)))
         else:
-            remarks += _remarks(layer, linear, numbers, options, i in new)
-    return new, Report(rows, measured.left, tuple(remarks), options.limit)
+            texts = _remarks(layer, linear, numbers, options, i in new)
+            remarks += [(layer.path, text) for text in texts]
+    return new, Report(rows, measured.left, _grouped(remarks), options.limit)
 
 
 class _Steps(NamedTuple):
@@ -429,7 +431,7 @@ def _times_of(times: Table | None, linear: Features) -> dict[str, float]:
 def _slow(layer: Layer, row: dict[str, Any]) -> str:
     """Why a layer stays exact for which no recipe is faster."""
     return (
-        f"{layer.path} stays exact: the fastest recipe takes {1 / row['speed-up']:.2g} times the"
+        f"stays exact: the fastest recipe takes {1 / row['speed-up']:.2f} times the"
         f" time of exact attention at {layer.lengths[1]} tokens"
     )
 
@@ -462,7 +464,16 @@ def _remarks(
                 f"has the error {error:.2g} on held-out examples and {fitted_error:.2g} on those"
                 " fitted: give more batches, or fewer refine_steps"
             )
-    return [f"{layer.path} {text}" for text in remarks]
+    return remarks
+
+
+def _grouped(remarks: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Sentences about layers; one where several have the same."""
+    paths: dict[str, list[str]] = {}
+    for path, text in remarks:
+        paths.setdefault(text, []).append(path)
+    others = {text: f" (and {len(x) - 1} more)" * (len(x) > 1) for text, x in paths.items()}
+    return tuple(f"{x[0]}{others[text]} {text}" for text, x in paths.items())
 
 
 def _print(line: str) -> None:

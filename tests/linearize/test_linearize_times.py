@@ -58,7 +58,7 @@ def test_a_layer_stays_exact_where_no_recipe_is_faster(monkeypatch):
     """With its reason; a tolerance or sizes overrule. Recipes that are faster are taken."""
     measured = performer.measure(attend, [(tokens(),)])
     plant(monkeypatch, lambda m, keys: 1.3 if m == 16 else 1.4)
-    reason = f"stays exact: the fastest recipe takes 1.3 times the time of .* at {T} tokens"
+    reason = f"stays exact: the fastest recipe takes 1.30 times the time of .* at {T} tokens"
     with pytest.warns(UserWarning, match=reason):
         new, report = performer.linearize(attend, [], measured=measured)
     assert sizes(report) == (16, 0, "exact")
