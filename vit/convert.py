@@ -5,14 +5,14 @@
         --num_features=32,64,128 --refine_steps=100 --out=runs/compared
 
 Queries and keys of a few hundred training images calibrate the estimate (`performer.calibration`);
-parameters stay as they are. Without sizes each layer gets the cheapest numbers of features, exact
-keys and exact rows with which its attention is accurate (`performer.linearize`). With
---num_features these sizes are compared. The folder `--out` then holds
+parameters stay as they are. Without sizes each layer gets the numbers of features, exact keys and
+exact rows with which its attention is fastest on this device and accurate, or stays exact
+(`performer.linearize`). With --num_features these sizes are compared. The folder `--out` then holds
 
     conversion.csv, .md         accuracy and attention error against m for every coupling, with and
                                 without calibration, over several draws of the frequencies, with
                                 softmax and uniform attention (the mean of all values)
-    heads.csv                   attention errors of the converted run, head by head
+    heads.csv                   times and attention errors of the converted run, head by head
     the converted run           of the first coupling, calibrated (and refined), with the most
                                 features and the largest window
 
@@ -28,7 +28,8 @@ patches are in the order of a Z-order curve: a square of 16 and both neighbours 
 other, and class token and registers for all. The window alone is a row of the table. With
 --exact_keys=16 --exact_rows=1 the 16 keys with the largest weights are exact for all queries, and
 all keys for the class token. --tolerance=0.1 is the largest attention error of a layer, which else
-stays exact; numbers that are given are then limits.
+stays exact; numbers that are given are then limits. With a tolerance layers are replaced also where
+it is no faster. --time=none is for a run that is used on another device: nothing is timed.
 
 A run of another task is converted by the command of its task. Its loss is reported if it has no
 accuracy, and with it the task's measures loss_..., such as the loss of the second half of a text.
@@ -42,7 +43,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from absl import logging
@@ -215,13 +216,14 @@ def convert(
     exact_keys: int = 0,
     exact_rows: int = 0,
     tolerance: float | None = None,
+    time: Literal["forward", "train", "none"] = "forward",
     draws: int = 4,
     images: int = 256,
     eval_images: int = 0,
     num_epochs: float = 1.0,
     learning_rate: float = 1e-4,
 ) -> str:
-    """Write the report and the converted run, and return the table.
+    """Write the report and the converted run, and return the table and the verdict of `linearize`.
 
     Args:
         workdir: folder of a run with softmax attention.
@@ -242,6 +244,7 @@ def convert(
         tolerance: largest attention error of a layer on held-out training examples; layers that do
             not reach it stay exact. `num_features` and `exact_keys`, if given, are then limits. The
             config of the converted run has the numbers of each block.
+        time: what is timed to choose sizes: forward, train (forward and backward pass) or none.
         draws: draws of the frequencies, for each coupling, calibration, window and m.
         images: training examples for the calibration.
         eval_images: evaluation examples; 0 for all.
@@ -280,6 +283,7 @@ def convert(
         exact_rows=exact_rows,
         keep=keep,
         tolerance=tolerance,
+        time=None if time == "none" else time,
     )
     for each in cases:
         configs.validate(with_case(config, each))
@@ -310,7 +314,7 @@ def convert(
             status = f"{record['coupling']} {record[metric_of(record)]:.4f}"
             bar.update(progress, advance=1, description=status)
         heads.to_csv(folder / "heads.csv")
-    return table
+    return f"{table}\n{heads.verdict()}"
 
 
 @functools.wraps(convert)

@@ -42,8 +42,9 @@ def options(width: int, is_causal: bool) -> dict[str, dict[str, Any]]:
 
 
 SIZES = ("m", "window", "exact keys", "exact rows")
+TIMES = ("attention before, ms", "attention after, ms", "before, ms", "after, ms", "times as fast")
 NO_NUMBERS = dict.fromkeys(
-    ("attention error", *SIZES, "cost", "keys", "exact layers", "left", "seconds"), ""
+    ("attention error", *SIZES, "cost", "keys", "exact layers", "left", *TIMES, "seconds"), ""
 )
 
 
@@ -126,7 +127,22 @@ def numbers_of(report: Report) -> dict[str, Any]:
         "keys": float(np.mean([row["keys"] for row in layers])),
         "exact layers": len(layers) - len(replaced),
         "left": len(report.left),
+        **times_of(report, layers),
     }
+
+
+def times_of(report: Report, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return milliseconds of the attention of all layers and of the model; none without times."""
+    if "speed-up" not in layers[0]:
+        return {}
+    after = [
+        row["replacement, ms" if row["attention"] == "linear" else "exact, ms"] for row in layers
+    ]
+    times: list[Any] = [sum(row["exact, ms"] for row in layers), sum(after)]
+    if report.whole is not None:
+        before, new = (1e3 * x.seconds for x in (report.whole.before, report.whole.after))
+        times += [before, new, report.whole.speed_up]
+    return dict(zip(TIMES, times, strict=False))
 
 
 def chosen(layers: Sequence[Mapping[str, Any]], size: str) -> str:

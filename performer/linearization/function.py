@@ -26,7 +26,7 @@ from performer.linearization.measure import (
     steps_of,
     words_of,
 )
-from performer.linearization.outputs import Remembered, change, outputs_of
+from performer.linearization.outputs import Remembered, compared, prepared
 from performer.linearization.program import (
     Named,
     Place,
@@ -68,6 +68,7 @@ def linearize(
     seed: int = 0,
     show: Callable[[str], Any] | None = None,
     exact: Exact | None = None,
+    time: str | None = "forward",
 ) -> tuple[Callable[..., Any], Report]:
     """Replace exact attention in a function by random-feature attention.
 
@@ -84,24 +85,28 @@ def linearize(
     So does a kernel such as flash attention, and attention inside `while_loop` and `cond`. A
     warning and the report name the file, the line and the reason.
 
-    Without sizes each place gets the cheapest recipe whose attention error on held-out examples is
-    within the tolerance, mean over heads:
+    Without sizes each place gets the fastest recipe whose attention error on held-out examples is
+    within the tolerance, mean over heads. Recipes and exact attention, as the function computes it,
+    are timed on this device at the shapes of the batches; a table of times, which takes seconds,
+    serves all places of a shape. Recipes are
 
         features   m = head_dim / 4, head_dim / 2, ... or 4 head_dim, at least 8, calibrated
-        keys       16, 32 or 64 exact keys, in layers without causality, segments and ALiBi
+        keys       16, 32, 64 or 128 exact keys, in layers without causality, segments and ALiBi
         rows       1 there, if the row of the first query (a class token) is not within the
                    tolerance
         windows    of 16, 32 or 64 with one first key in other layers, with features or (not
                    refined) without
 
-    Two exact keys cost as much as one feature, and a window of w as 3 w keys, 2 w if causal. A
-    place for which no recipe is enough stays exact, with a warning. Sizes that are given are those
-    of all layers, whatever the error.
+    A place for which no recipe is within the tolerance stays exact, with a warning. So does one for
+    which no recipe is faster than exact attention, unless a tolerance is given. Sizes that are
+    given are those of all layers, whatever error and time.
 
     Args:
         function: takes arrays or pytrees of them. Other arguments are static.
         batches: tuples of its arguments, like those that it will be called with. One example of
-            eight is held out. They are read once, and with `refine_steps` once more for each layer.
+            eight is held out, and of four batches or more the last one, on which the answers of
+            both functions are compared. They are read once, and with `refine_steps` once more for
+            each layer.
         coupling: of the frequencies; every place and key head has its own draw.
         num_features: m of all layers; 0 for the exact pairs of a window alone. If only exact pairs
             are given, twice the head_dim.
@@ -120,16 +125,20 @@ def linearize(
         measured: result of `measure` on the same batches, to try several options. Only `measure`
             takes a `where` then.
         seed: of the frequencies.
-        show: is called with a line of progress for each refined layer; None prints it to a
-            terminal.
+        show: is called with a line of progress for each table of times and each refined layer; None
+            prints it to a terminal.
         exact: pairs with exact attention, as in `performer.Features`. A window applies where there
             are as many queries as keys, exact keys in layers without causality, segments and ALiBi.
+        time: "forward", or "train" for forward and backward pass. None for a function that runs on
+            another device: nothing is timed, no layer stays exact for its time, and recipes are
+            ordered by a count: two exact keys cost as much as one feature, a window of w as much as
+            3 w keys, 2 w if causal.
 
     Returns:
         The new function and the report. The function takes the arguments of the given one, also by
         name. It is a pytree (`jax.tree_util.Partial`) whose
         leaves are the frequencies and calibrations: it can be an argument of `jax.jit`,
-        differentiated and saved. It traces the given function at each call: put it under `jax.jit`.
+        differentiated and saved. It is compiled once for each structure and shape of its arguments.
         The report's errors of attention with ALiBi are those without the bias. A single batch axis
         of the scores counts as examples, not as heads: heads then share their frequencies.
 
@@ -155,7 +164,7 @@ def linearize(
     """
     given: Any = dict(coupling=coupling, num_features=num_features, calibration=calibration)
     given |= dict(refine_steps=refine_steps, keep=keep, tolerance=tolerance, seed=seed, show=show)
-    options = Options.of(batches, **given, exact=exact)
+    options = Options.of(batches, **given, exact=exact, time=time)
     require_one(measured, where)
     measured = measured or measure(function, batches, where=where)
     layers, places = measured.layers, measured.places
@@ -174,11 +183,13 @@ def linearize(
         slopes = None if first.slopes is None else np.asarray(first.slopes)
         settings[number] = Setting(*facts, np.asarray(first.scale), slopes)
         arrays[number] = jax.jit(partial(_stacked, places[number].lengths))(*each)
-    call = partial(_call, function, settings, tuple(words_of(places)))
+    compiled = jax.jit(partial(_run, function, settings, tuple(words_of(places))), static_argnums=1)
+    call = partial(_call, compiled)
     linear = jax.tree_util.Partial(call, arrays)
     if new:
-        after = outputs_of(linear, measured.arguments)
-        report = replace(report, change=change(measured.outputs(), after))
+        change, whole = compared(measured.before(), linear, measured.arguments, time)
+        change = change._replace(is_held_out=measured.is_held_out)
+        report = replace(report, change=change, whole=whole)
     report.warn()
     return linear, report
 
@@ -206,8 +217,8 @@ def measure(
         lines = "\n".join(f"  {name}: {reason}" for name, reason in left.items())
         raise ValueError(f"no attention can be replaced:\n{lines}")
     arguments = tuple(batches.last)
-    outputs = cache(partial(outputs_of, function, arguments))
-    measured = Measured(layers, left, observed.places, arguments, outputs)
+    before = cache(partial(prepared, function, arguments))
+    measured = Measured(layers, left, observed.places, arguments, before, observed.is_held_out)
     warn(measured)
     return measured
 
@@ -261,15 +272,41 @@ def warn(measured: Measured) -> None:
         warnings.warn("\n".join(["attention that stays exact:", *lines]), stacklevel=3)
 
 
+class _Structure(NamedTuple):
+    """Arguments without their arrays."""
+
+    tree: Any
+    types: tuple[type, ...]
+    """Of the leaves, for 1, 1.0 and True are equal."""
+    leaves: tuple[Any, ...]
+    """None for an array."""
+
+
 def _call(
-    function: Callable[..., Any],
-    settings: dict[int, Setting],
-    words: Sequence[tuple[str, ...]],
+    compiled: Callable[..., Any],
     replacements: dict[int, Replacement],
     *arguments: Any,
     **keywords: Any,
 ) -> Any:
+    """The new function: traced and compiled once for each structure and shapes of arguments."""
+    leaves, tree = jax.tree.flatten((arguments, keywords))
+    arrays = [x for x in leaves if hasattr(x, "shape")]
+    others = tuple(None if hasattr(x, "shape") else x for x in leaves)
+    return compiled(replacements, _Structure(tree, tuple(map(type, others)), others), arrays)
+
+
+def _run(
+    function: Callable[..., Any],
+    settings: dict[int, Setting],
+    words: Sequence[tuple[str, ...]],
+    replacements: dict[int, Replacement],
+    structure: _Structure,
+    arrays: list[Any],
+) -> Any:
     """The function on these arguments, its places replaced."""
+    given = iter(arrays)
+    leaves = [next(given) if x is None else x for x in structure.leaves]
+    arguments, keywords = jax.tree.unflatten(structure.tree, leaves)
     program, arrays, result = program_of(function, arguments, keywords)
     matched = _matched(program, words)
     places = {i: place for i, place in enumerate(matched or ()) if place is not None}

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from performer.attention.values import Exact, Features
 from performer.calibration import Moments
-from performer.linearization.outputs import Outputs
+from performer.linearization.outputs import Outputs, Ready
 from performer.linearization.program import Named
 from performer.refinement import Sample, estimate, row_squares, softmax_attention
 
@@ -77,8 +77,10 @@ class Measured(NamedTuple):
     """Attention in the program, with its names and lines."""
     arguments: tuple[Any, ...]
     """The last batch."""
-    outputs: Callable[[], Outputs]
-    """Outputs of the function for it, computed once."""
+    before: Callable[[], tuple[Ready, Outputs]]
+    """The function for it, compiled once, and its outputs."""
+    is_held_out: bool = False
+    """True if nothing is fitted to it."""
 
 
 HeadErrors = dict[str, Float[Array, " n"]]

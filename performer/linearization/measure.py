@@ -1,8 +1,9 @@
 """Attention in a program, measured on batches: what linear attention can replace, and how."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from performer.linearization.layout import Unfit
 from performer.linearization.masks import KINDS, NO_SLOPE, alibi_slopes, fits
 from performer.linearization.program import (
     MASKED,
+    Alone,
     Named,
     Place,
     Program,
@@ -34,18 +36,94 @@ TOLERANCE = {"float32": 1e-3, "float64": 1e-6}
 """Largest error of what was read out, relative to the largest output; 0.05 for narrower types."""
 SECOND = " (second reason)"
 """End of the name of a line that has two reasons to stay exact."""
+ZERO = np.float32(0)
+BYTES = 2**30
+"""Memory for the arrays that enter attention; those of more are computed one group of places after
+another."""
+BATCHES = 4
+"""Batches from which on the last one is held out: answers are compared on it."""
 EXAMPLES = 8
 """Examples held out, and as many of the others, whose queries and keys are kept."""
+
+
+def added(before: Any, new: Any, scans: int) -> Any:
+    """Sum of two records."""
+    del scans
+    return before + new
+
+
+def both(before: Any, new: Any, scans: int) -> Any:
+    """True where both records are."""
+    del scans
+    return before & new
+
+
+def largest(before: Any, new: Any, scans: int) -> Any:
+    """The larger numbers of two records."""
+    del scans
+    return np.maximum(before, new)
+
+
+def first_examples(before: Sample, new: Sample, scans: int) -> Sample:
+    """The first examples of two records; those of another length are left out."""
+    shapes = ([x.shape[scans + 1 :] for x in sample if x is not None] for sample in (before, new))
+    if len({tuple(x) for x in shapes}) > 1:
+        return before
+    joined = jax.tree.map(lambda *x: np.concatenate(x, axis=scans), before, new)
+    first = np.arange(min(EXAMPLES, joined.key.shape[scans]))
+    return jax.tree.map(lambda x: np.take(x, first, axis=scans), joined)
+
+
+class Record(NamedTuple):
+    """What was measured at a place; each field with the rule by which two records are one.
+
+    In a scan arrays have an axis of its steps before all others.
+    """
+
+    moments: Annotated[Any, added]
+    """Of pairs, times their count."""
+    count: Annotated[Any, added]
+    batches: Annotated[Any, added]
+    slopes: Annotated[Any, added]
+    """Of ALiBi, one for each head, summed over batches."""
+    scale: Annotated[Any, largest]
+    """The largest of each head."""
+    same_heads: Annotated[Any, both]
+    alibi: Annotated[Any, both]
+    """True if the bias has the form of ALiBi's."""
+    exact: Annotated[Any, both]
+    """True if softmax of what was read is what the program computes."""
+    all_keys: Annotated[Any, both]
+    """True if each key is seen by a query."""
+    fits: Annotated[Any, both]
+    """For each kind of masks: whether the mask is of it."""
+    kinds: Annotated[Any, both]
+    """Whether it is read so in linear time."""
+    held_out: Annotated[Sample, first_examples]
+    fitted: Annotated[Sample, first_examples]
+
+    def together(self, new: "Record", scans: int = 0) -> "Record":
+        """One record of two calls or batches; the first `scans` axes are the steps of scans."""
+        hints = get_type_hints(Record, include_extras=True)
+        rules = (hints[name].__metadata__[0] for name in self._fields)
+        return Record(*(rule(x, y, scans) for rule, x, y in zip(rules, self, new, strict=True)))
+
+    def unfitted(self, scans: int = 0) -> "Record":
+        """The record without what features are fitted to."""
+        fitted = jax.tree.map(lambda x: np.take(x, [], axis=scans), self.fitted)
+        return self._replace(moments=0 * self.moments, count=0 * self.count, fitted=fitted)
 
 
 class Observed(NamedTuple):
     """Attention that a function computes, and what was measured of it."""
 
     places: list[Named]
-    records: dict[int, dict[str, Any]]
-    """Number of a place -> its record; in a scan with an axis of its steps before all others."""
+    records: dict[int, Record]
+    """Number of a place -> its record."""
     left: dict[str, tuple[str, str]]
     """Name of what cannot be replaced -> its scope and the reason."""
+    is_held_out: bool = False
+    """True if nothing is fitted to the last batch."""
 
 
 def observe(
@@ -59,9 +137,18 @@ def observe(
         ValueError: if there are no batches, if they run different programs, or if one is no tuple
             of arguments.
     """
-    observed, number = Observed([], {}, {}), None
+    observed, number, records = Observed([], {}, {}), None, {}
+    places: list[Named] = []
+    last: dict[int, Record] = {}
+
+    def joined(new: dict[int, Record]) -> dict[int, Record]:
+        same = observed.records.keys() & new
+        records = {i: observed.records[i].together(new[i], len(places[i].lengths)) for i in same}
+        return new | records
+
     for number, (program, new) in enumerate(_observations(function, batches, chosen)):
         places = named(program)
+        observed = observed._replace(records=records)
         if number and words_of(places) != words_of(observed.places):
             raise ValueError(
                 f"batch {number} runs another program than batch 0: its attention is computed"
@@ -70,14 +157,13 @@ def observe(
         for each in left_in(program):
             same = observed.left.get(each.line, (each.scope, each.reason))[1] == each.reason
             observed.left[each.line + SECOND * (not same)] = each.scope, each.reason
-        both = {
-            i: together(observed.records[i], new[i], len(places[i].lengths))
-            for i in observed.records.keys() & new
-        }
-        observed = observed._replace(places=places, records=new | both)
+        observed, last = observed._replace(places=places), new
+        records = joined(new)
     if number is None:
         raise ValueError("there are no batches: give at least one batch of arguments")
-    return observed
+    if is_held_out := number + 1 >= BATCHES:
+        records = joined({i: x.unfitted(len(places[i].lengths)) for i, x in last.items()})
+    return observed._replace(records=records, is_held_out=is_held_out)
 
 
 def program_of(
@@ -130,19 +216,19 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
             READ_ELSEWHERE
         )  # a derivative, for example of a checkpoint, computes them again
     records = [steps_of(observed, number)[step] for number, step in calls]
-    record = reduce(together, records)
-    slopes = record["slopes"] / record["batches"]
-    if not np.isfinite(record["moments"]).all():
+    record = reduce(Record.together, records)
+    slopes = record.slopes / record.batches
+    if not np.isfinite(record.moments).all():
         raise ValueError(
             f"{path}: queries or keys are not finite: is there a NaN in the batches or parameters?"
         )
-    kinds = record["fits"] & record["kinds"]
+    kinds = record.fits & record.kinds
     requirements = {
-        "its masks differ between heads (the last batch axis of the scores)": record["same heads"],
-        "a bias that is no mask": record["alibi"] & np.all(slopes > -NO_SLOPE),
+        "its masks differ between heads (the last batch axis of the scores)": record.same_heads,
+        "a bias that is no mask": record.alibi & np.all(slopes > -NO_SLOPE),
         "softmax(scale q.k + bias) v is not what it computes: are its weights changed"
-        " after the softmax?": record["exact"],
-        "its masks are neither of keys, nor causal, nor of packed sequences": record["fits"].any(),
+        " after the softmax?": record.exact,
+        "its masks are neither of keys, nor causal, nor of packed sequences": record.fits.any(),
         "its masks cannot be read in linear time: are positions or segments compared that differ"
         " between queries and keys?": kinds.any(),
     }
@@ -150,24 +236,24 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
         if not holds:
             raise Unfit(reason)
     kind = KINDS[int(np.argmax(kinds))]
-    held_out, fitted = (Sample(**record[name]) for name in ("held out", "fitted"))
+    held_out, fitted = record.held_out, record.fitted
     if "segments" not in kind:
         held_out, fitted = (x._replace(segments=None) for x in (held_out, fitted))
     return Layer(
         path=path,
-        moments=jnp.asarray(record["moments"] / record["count"]),
+        moments=jnp.asarray(record.moments / record.count),
         held_out=jax.tree.map(jnp.asarray, held_out),
         fitted=jax.tree.map(jnp.asarray, fitted),
         kind=kind,
-        scale=jnp.asarray(record["scale"]),
+        scale=jnp.asarray(record.scale),
         slopes=jnp.asarray(np.maximum(slopes, 0)) if np.any(slopes > NO_SLOPE) else None,
         masked=any(observed.places[i].place.sources for i, _ in calls),
-        padded=not record["all keys"],
+        padded=not record.all_keys,
         calls=tuple(calls),
     )
 
 
-def steps_of(observed: Observed, number: int) -> dict[tuple[int, ...], dict[str, Any]]:
+def steps_of(observed: Observed, number: int) -> dict[tuple[int, ...], Record]:
     """Records of a place: for each step of the scans around it, () if there are none."""
     steps = np.ndindex(observed.places[number].lengths)
     return {step: jax.tree.map(lambda x, i=step: x[i], observed.records[number]) for step in steps}
@@ -186,7 +272,8 @@ def examples(
         ValueError: if there are none.
     """
     lengths = [x.shape[1:] for x in (layer.held_out.query, layer.held_out.key)]
-    numbers, samples = {number for number, _ in layer.calls}, []
+    numbers = {number for number, _ in layer.calls}
+    samples: list[Any] = []
     for program, records in _observations(
         function, batches, lambda place: place.number in numbers, whole=True
     ):
@@ -194,8 +281,10 @@ def examples(
         calls = (
             jax.tree.map(lambda x, i=step: x[i], records[number]) for number, step in layer.calls
         )
-        each_call = (Sample(**each["sample"]) for each in calls)
-        samples += [x for x in each_call if [x.query.shape[1:], x.key.shape[1:]] == lengths]
+        samples.append([x for x in calls if [x.query.shape[1:], x.key.shape[1:]] == lengths])
+    if len(samples) >= BATCHES:  # the last batch is held out
+        samples.pop()
+    samples = [x for each in samples for x in each]
     if not samples:
         raise ValueError(
             "refine_steps reads the batches again, and there are none of the length that was"
@@ -218,6 +307,7 @@ def _observations(
         ValueError: for a batch that is no tuple of arguments.
     """
     last: Any = None
+    programs: dict[Any, Any] = {}
     for number, arguments in enumerate(batches):
         if not isinstance(arguments, tuple | list):
             raise ValueError(
@@ -228,28 +318,73 @@ def _observations(
         kind = tree, [jax.typeof(x) if hasattr(x, "shape") else x for x in leaves]
         if last is None or kind != last[0]:
             program, _, _ = program_of(function, arguments)
-            numbers = [place.number for place in named(program) if chosen(place)]
-            last = kind, program, jax.jit(partial(_observed, program, numbers, whole=whole))
-        _, program, compiled = last
-        arrays = [x for x in leaves if hasattr(x, "shape")]
-        records = jax.device_get(compiled(arrays))
-        yield program, records
+            chosen_places = [place for place in named(program) if chosen(place)]
+            last = kind, program, _recorder(program, chosen_places, whole, programs)
+        _, program, recorded = last
+        yield program, recorded([x for x in leaves if hasattr(x, "shape")])
 
 
-def _observed(
-    program: Program, numbers: Sequence[int], arrays: list, whole: bool
-) -> dict[int, Any]:
-    """A record of each of these places."""
+def _recorder(
+    program: Program, places: Sequence[Named], whole: bool, programs: dict[Any, Any]
+) -> Callable[[list], dict[int, Any]]:
+    """Return (arrays) -> a record of each of these places.
 
-    def record(values: Values, place: Place, at: tuple, setting: Any) -> tuple[Array, Any]:
-        del at, setting
+    The program returns what enters the places, and one program records all places that compute the
+    same; `programs` holds those that were compiled.
+    """
+    alone = {place.number: Alone.of(place.program, place.place) for place in places}
+    recorders = {}
+    for number, each in alone.items():
+        text = each.text()
+        recorders[number] = programs.setdefault(text, jax.jit(partial(_record, each, whole=whole)))
+    groups = [jax.jit(partial(_entering, program, x)) for x in _groups(places, alone)]
+
+    def recorded(arrays: list) -> dict[int, Any]:
+        records = {}
+        for entering in groups:
+            for number, leaves in entering(arrays).items():
+                lengths = next(place.lengths for place in places if place.number == number)
+                each = [
+                    jax.device_get(recorders[number]([x[step] for x in leaves], ZERO))
+                    for step in np.ndindex(lengths)
+                ]
+                records[number] = jax.tree.map(
+                    lambda *x, lengths=lengths: np.stack(x).reshape((*lengths, *x[0].shape)), *each
+                )
+        return records
+
+    return recorded
+
+
+def _groups(places: Sequence[Named], alone: dict[int, Alone]) -> list[dict[int, tuple]]:
+    """Places with the arrays that enter them, in groups that fit into memory together."""
+    groups, left = [], 0
+    for place in places:
+        leaves, steps = alone[place.number], math.prod(place.lengths)
+        size = steps * sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves.shapes)
+        if size > left:
+            groups.append({})
+            left = BYTES
+        groups[-1][place.number] = place, leaves.leaves
+        left -= size
+    return groups
+
+
+def _entering(
+    program: Program, places: dict[int, tuple[Named, tuple[Ref, ...]]], arrays: list
+) -> dict[int, list[Array]]:
+    """Arrays that enter these places."""
+
+    def read(values: Values, place: Place, at: tuple, setting: Any) -> tuple[Array, Any]:
+        del setting
         output = values.bind(values.program.ops[place.output], values.read)[0]
-        return output, _record(values, place, output, whole)
+        return output, [values.read(ref) for ref in leaves[at]]
 
-    places = named(program)
-    nothing = nested(places, dict.fromkeys(numbers, ()))  # an empty tree: nothing is read ahead
-    _, kept = run(program, arrays, nothing, record)
-    return {i: reduce(lambda x, step: x[step], places[i].at, kept) for i in numbers}
+    leaves = {place.at: refs for place, refs in places.values()}
+    every = {number: place for number, (place, _) in places.items()}
+    nothing = nested(every, dict.fromkeys(places, ()))  # an empty tree: nothing is read ahead
+    kept: Any = run(program, arrays, nothing, read)[1]
+    return {i: reduce(lambda x, step: x[step], place.at, kept) for i, place in every.items()}
 
 
 class Read(NamedTuple):
@@ -258,16 +393,17 @@ class Read(NamedTuple):
     sample: Sample
     visible: Bool[Array, "b t s"]
     bias: Float[Array, "b n t s"]
-    scale: Float[Array, "b n t s"]
+    scale: Float[Array, "..."]
+    """(b, n, t, s) with axes of length 1 not broadcast, or a number."""
     value: Array
     kinds: Bool[Array, " 4"]
     """The kinds of its mask by which it is read in linear time."""
 
 
-def read(values: Values, place: Place) -> Read:
+def read(values: Values, place: Place, zero: Array) -> Read:
     """Measure a place; queries are multiplied as if the scale were 1 / sqrt(h)."""
     query, key, value = values.operands(place)
-    bias = values.scores(place, unfolded(0.0))  # (b, n, t, s)
+    bias = values.scores(place, zero)  # (b, n, t, s)
     dtype = float32_or_wider(query, key)
     query, key, bias = (x.astype(dtype) for x in (query, key, bias))
     allowed = bias > MASKED
@@ -279,7 +415,7 @@ def read(values: Values, place: Place) -> Read:
     readings = [reading.read(values, place, kind, None) for kind in KINDS]
     query, key, _ = readings[0].scaled(query, key)
     by_key = 1 if readings[0].key_scale is None else readings[0].key_scale
-    scale = jnp.broadcast_to(readings[0].scale * by_key, bias.shape).astype(dtype)
+    scale = (readings[0].scale * by_key).astype(dtype)
     sample = Sample(query, key, queries, keys, jnp.argmax(visible, axis=-1))
     kinds = zip(KINDS, readings, strict=True)
     agree = jnp.stack([_agrees(x, kind, visible, queries, bias) for kind, x in kinds])
@@ -305,19 +441,17 @@ def _agrees(
     return valid & same & (True if found.valid is None else found.valid)
 
 
-def unfolded(fill: float) -> Array:
-    """A constant that XLA does not fold: scores of it took a minute to fold at 65 tokens."""
-    return jax.lax.optimization_barrier(jnp.float32(fill))
+def _record(alone: Alone, leaves: list[Array], zero: Array, whole: bool) -> Record | Sample:
+    """Measure one call of a place: its record, or all examples that are not held out.
 
-
-def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[str, Any]:
-    """Measure one call of a place: sums over batches, facts, and a few examples."""
-    sample, visible, bias, scale, value, by_kind = read(values, place)
+    Zero is an argument, for XLA would fold scores of a constant: minutes at 577 tokens.
+    """
+    place, values = alone.place, alone.values(leaves)
+    sample, visible, bias, scale, value, by_kind = read(values, place, zero)
     training, held_out = parted(sample)
     if whole:
-        return {"sample": training._asdict()}
-    if place.tail:
-        output = values.output(place, values.read(Ref(place.scores)))
+        return training
+    output = alone.attend(*leaves)
     _, t, n, h = sample.query.shape
     k = sample.key.shape[2]
     query = sample.query.reshape(len(bias), t, k, n // k, h)
@@ -325,7 +459,7 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     logits = logits.reshape(bias.shape) + bias
     # Random scores also: in a batch of small ones any weights are nearly uniform.
     shape = values.program.ops[place.scores].equation.outvars[0].aval.shape
-    normal = jax.random.normal(jax.random.key(0), shape, scale.dtype)
+    normal = jax.random.normal(jax.random.key(zero.astype(int)), shape, scale.dtype)
     fill = _fill(values, place, scale, 2 * normal)
     others = scale * place.layout.products(fill) + bias
     allowed = bias > MASKED
@@ -336,21 +470,26 @@ def _record(values: Values, place: Place, output: Array, whole: bool) -> dict[st
     fitted_to = jnp.asarray(~is_held_out(len(bias)))
     pairs = (visible & (sample.queries & fitted_to[:, None])[..., None])[:, None]
     few = min(EXAMPLES, len(held_out.query))
-    return {
-        "moments": pair_moments(sample.query, sample.key, mask=pairs) * count,
-        "count": count,
-        "batches": jnp.float32(1),
-        "slopes": slopes,
-        "scale": jnp.max(scale, axis=(0, 2, 3)),
-        "same heads": jnp.all(allowed == visible[:, None]),
-        "alibi": alibi,
-        "exact": exact,
-        "all keys": jnp.all(sample.keys),
-        "fits": jnp.stack([fits(visible, kind) for kind in KINDS]),
-        "kinds": by_kind,
-        "held out": {name: x[:few] for name, x in held_out._asdict().items()},
-        "fitted": {name: x[:few] for name, x in training._asdict().items()},
-    }
+    return Record(
+        moments=pair_moments(sample.query, sample.key, mask=pairs) * count,
+        count=count,
+        batches=jnp.float32(1),
+        slopes=slopes,
+        scale=jnp.broadcast_to(jnp.max(_all_axes(scale), axis=(0, 2, 3)), (n,)),
+        same_heads=jnp.all(allowed == visible[:, None]),
+        alibi=alibi,
+        exact=exact,
+        all_keys=jnp.all(sample.keys),
+        fits=jnp.stack([fits(visible, kind) for kind in KINDS]),
+        kinds=by_kind,
+        held_out=jax.tree.map(lambda x: x[:few], held_out),
+        fitted=jax.tree.map(lambda x: x[:few], training),
+    )
+
+
+def _all_axes(scale: Array) -> Array:
+    """A scale as (b, n, t, s), axes of length 1 not broadcast."""
+    return scale.reshape(scale.shape or (1, 1, 1, 1))
 
 
 def _fill(values: Values, place: Place, scale: Array, times: ArrayLike) -> Array:
@@ -382,21 +521,3 @@ def _is_softmax(
     apart = jnp.max(jnp.where(alike, 0, jnp.abs(exact - output)), initial=0)
     largest = jnp.max(jnp.where(jnp.isnan(output), 0, jnp.abs(output)), initial=1e-30)
     return apart <= max(TOLERANCE.get(x, 0.05) for x in place.dtypes) * largest
-
-
-def together(before: dict[str, Any], new: dict[str, Any], scans: int = 0) -> dict[str, Any]:
-    """Records of two calls as one: sums, what must hold in both, the first examples.
-
-    The first `scans` axes are the steps of scans. Examples of another length are left out.
-    """
-    sums = ("moments", "count", "batches", "slopes")
-    facts = ("same heads", "alibi", "exact", "all keys", "fits", "kinds")
-    both = {name: before[name] + new[name] for name in sums}
-    both |= {name: before[name] & new[name] for name in facts}
-    for name in ("held out", "fitted"):
-        few, more = before[name], new[name]
-        if all(few[x].shape[scans + 1 :] == more[x].shape[scans + 1 :] for x in few):
-            joined = {x: np.concatenate([few[x], more[x]], axis=scans) for x in few}
-            first = np.arange(min(EXAMPLES, joined["key"].shape[scans]))
-            both[name] = {x: np.take(y, first, axis=scans) for x, y in joined.items()}
-    return before | both

@@ -1,4 +1,4 @@
-"""Outputs of a function before and after its attention is replaced."""
+"""Outputs and times of a function before and after its attention is replaced."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from performer.linearization.timing import Compiled, Time, compiled, race, with_gradient
 
 Outputs = Sequence[np.ndarray]
 """The arrays of floating-point numbers in the result of a function."""
@@ -34,22 +36,72 @@ class Change(NamedTuple):
     same: float
     """Share of rows whose largest entry is the same, of all outputs with more than one entry in
     the last axis: equal answers of a classifier, equal next tokens. NaN if there are none."""
+    is_held_out: bool = False
+    """True if nothing was fitted to the batch."""
 
     def __str__(self) -> str:
         """The numbers in words."""
-        text = f"the outputs of the last batch change by {self.relative:.2g} (relative, squared)"
+        batch = "a held-out batch" if self.is_held_out else "the last batch"
+        change = f"change by {self.relative:.2g} (relative, squared)"
         if np.isnan(self.same):
-            return text
-        return text + f"; {self.same:.1%} of the rows have the same largest entry"
+            return f"outputs of {batch} {change}"
+        return (
+            f"{self.same:.1%} of the rows of {batch} have the same largest entry (equal answers);"
+            f" outputs {change}"
+        )
 
 
-def outputs_of(function: Callable[..., Any], arguments: Sequence[Any]) -> Outputs:
-    """Return the outputs for these arguments; those that are no arrays are static."""
+class Whole(NamedTuple):
+    """Times of a function on a device, before and after its attention is replaced."""
+
+    before: Time
+    after: Time
+    what: str
+    """Name of what is timed, of `timing.CHOICES`."""
+    device: str
+    """Kind of the device, for example "cpu"."""
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as fast the new function is."""
+        return self.before.seconds / self.after.seconds
+
+    def __str__(self) -> str:
+        """The numbers in words."""
+        before, after = self.before, self.after
+        passes = "forward pass" if self.what == "forward" else "forward and backward pass"
+        device = self.device.upper() if self.device.islower() else self.device
+        return (
+            f"on this {device} ({passes} {1e3 * after.seconds:.3g} ms, before"
+            f" {1e3 * before.seconds:.3g} ms; memory {after.memory / 2**20:.3g} MiB, before"
+            f" {before.memory / 2**20:.3g} MiB)"
+        )
+
+
+class Ready(NamedTuple):
+    """A function for some arguments: of its arrays, those that are no arrays are static."""
+
+    function: Callable[..., list[jax.Array]]
+    arrays: list[Any]
+    program: Compiled
+
+    def outputs(self) -> Outputs:
+        """Compute the floating-point outputs."""
+        return jax.device_get(self.program.call())
+
+    def timed(self, what: str) -> Compiled:
+        """The program to time."""
+        if what == "forward":
+            return self.program
+        return compiled(with_gradient(self.function), self.arrays)
+
+
+def ready(function: Callable[..., Any], arguments: Sequence[Any]) -> Ready:
+    """Compile a function for these arguments."""
     leaves, tree = jax.tree.flatten(tuple(arguments))
     given = [hasattr(x, "shape") for x in leaves]
 
-    @jax.jit
-    def floating_outputs(arrays):
+    def floating_outputs(*arrays):
         left = iter(arrays)
         both = [next(left) if is_array else x for x, is_array in zip(leaves, given, strict=True)]
         return [
@@ -58,9 +110,29 @@ def outputs_of(function: Callable[..., Any], arguments: Sequence[Any]) -> Output
             if jnp.issubdtype(x.dtype, jnp.floating)
         ]
 
-    return jax.device_get(
-        floating_outputs([x for x, is_array in zip(leaves, given, strict=True) if is_array])
-    )
+    arrays = [x for x, is_array in zip(leaves, given, strict=True) if is_array]
+    return Ready(floating_outputs, arrays, compiled(floating_outputs, arrays))
+
+
+def prepared(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Ready, Outputs]:
+    """Compile a function for these arguments, and compute its outputs."""
+    program = ready(function, arguments)
+    return program, program.outputs()
+
+
+def compared(
+    before: tuple[Ready, Outputs],
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    what: str | None,
+) -> tuple["Change", Whole | None]:
+    """Compare a new function with the given one: its outputs, and its time and memory."""
+    (old, outputs), (after, new_outputs) = before, prepared(function, arguments)
+    difference = change(outputs, new_outputs)
+    if what is None:
+        return difference, None
+    first, second = race(old.timed(what), after.timed(what), seconds=1.0)
+    return difference, Whole(first, second, what, jax.devices()[0].device_kind)
 
 
 def change(before: Outputs, after: Outputs) -> Change:

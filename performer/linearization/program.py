@@ -5,6 +5,7 @@ the softmax attention that `performer.linearization.search` finds among them. `r
 outputs and calls a handler at each place of attention.
 """
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array
@@ -193,9 +195,9 @@ def _words(jaxpr: Any) -> set[str]:
 class Values:
     """Values of the operations of a program, as far as they are computed."""
 
-    def __init__(self, program: Program, inputs: Sequence[Any]):
+    def __init__(self, program: Program, inputs: Sequence[Any] | Mapping[int, Any]):
         self.program, self.inputs = program, inputs
-        self.of: dict[int, list[Any]] = {}
+        self.of: dict[int, Any] = {}
 
     def read(self, ref: Ref) -> Any:
         """Return the value that a reference stands for."""
@@ -279,6 +281,77 @@ class Constants(Values):
         if ref.input is not None or isinstance(ref.value, Tracer):
             raise Traced
         return super().read(ref)
+
+
+class Alone(NamedTuple):
+    """Attention of a place without the program around it: a function of its leaves."""
+
+    program: Program
+    place: Place
+    leaves: tuple[Ref, ...]
+    """Queries, keys, values and sources of the mask; also other values that it depends on, if they
+    are not computed from these."""
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+
+    @classmethod
+    def of(cls, program: Program, place: Place) -> "Alone":
+        """Return the attention of a place."""
+        stops = {_key(ref) for ref in _read_by(program, place)}
+        last = [place.output, *place.tail][-1]
+        derived: list[bool] = []  # from leaves and constants alone
+        after = {place.scores}
+        for number in range(last + 1):
+            refs = program.ops[number].inputs
+            derived.append(all(_is_derived(ref, stops, derived) for ref in refs))
+            if any(ref.op in after for ref in refs):
+                after.add(number)
+        leaves: dict[tuple, tuple[Ref, Any]] = {}
+        left, seen = [last], {last}
+        while left:
+            op = program.ops[left.pop()]
+            for ref, atom in zip(op.inputs, op.equation.invars, strict=True):
+                if ref.op is None and ref.input is None:
+                    continue
+                inside = ref.op in after or (ref.op is not None and derived[ref.op])
+                if ref.op is None or _key(ref) in stops or not inside:
+                    leaves[_key(ref)] = ref, jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+                elif ref.op not in seen:
+                    left.append(ref.op)
+                    seen.add(ref.op)
+        refs, shapes = zip(*leaves.values(), strict=True)
+        return cls(program, place, refs, shapes)
+
+    def values(self, arrays: Sequence[Any]) -> Values:
+        """Values of the program, computed from these leaves when they are read."""
+        inputs: dict[int, Any] = {}
+        values = Values(self.program, inputs)
+        for ref, array in zip(self.leaves, arrays, strict=True):
+            if ref.op is None:
+                inputs[ref.input or 0] = array
+            else:
+                values.of.setdefault(ref.op, {})[ref.output] = array
+        return values
+
+    def attend(self, *arrays: Any) -> Array:
+        """Compute attention from the leaves."""
+        return self.values(arrays).read(Ref([self.place.output, *self.place.tail][-1]))
+
+    def text(self) -> tuple[str, ...]:
+        """Return the same for places whose programs and constants are."""
+        traced = jax.make_jaxpr(self.attend)(*self.shapes)
+        digests = (hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in traced.consts)
+        return str(traced), *digests
+
+
+def _key(ref: Ref) -> tuple:
+    return ref.op, ref.output, ref.input
+
+
+def _is_derived(ref: Ref, stops: set[tuple], derived: list[bool]) -> bool:
+    """True for constants, leaves, and outputs of operations on these."""
+    if _key(ref) in stops:
+        return True
+    return derived[ref.op] if ref.op is not None else ref.input is None
 
 
 def run(
@@ -395,15 +468,17 @@ def _read_by(program: Program, place: Place) -> list[Ref]:
     return [*refs, *place.sources]
 
 
-def places_in(program: Program, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple, Place, tuple]]:
-    """Each place: the numbers that lead to it, the place, and the lengths of the scans around."""
+def places_in(
+    program: Program, at: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple, Place, tuple, Program]]:
+    """Each place: the numbers that lead to it, the place, the lengths of the scans, its program."""
     for number, op in enumerate(program.ops):
         if number in program.places:
-            yield (*at, number), program.places[number], ()
+            yield (*at, number), program.places[number], (), program
         if op.body is not None:
             lengths = (op.equation.params["length"],) if op.name == "scan" else ()
-            for inner, place, more in places_in(op.body, (*at, number)):
-                yield inner, place, (*lengths, *more)
+            for inner, place, more, own in places_in(op.body, (*at, number)):
+                yield inner, place, (*lengths, *more), own
 
 
 def single_in(program: Program, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple, tuple]]:
@@ -432,16 +507,18 @@ class Named(NamedTuple):
     lengths: tuple[int, ...]
     """Lengths of the scans around it."""
     name: str
+    program: Program
+    """The program or the body of a scan that it is in."""
 
 
 def named(program: Program) -> list[Named]:
     """All places, by file and line; numbered where a line has several."""
     places = list(places_in(program))
-    lines = [place.line for _, place, _ in places]
+    lines = [place.line for _, place, *_ in places]
     count: dict[str, int] = {}
     result = []
-    for number, (at, place, lengths) in enumerate(places):
+    for number, (at, place, lengths, own) in enumerate(places):
         same = count[place.line] = count.get(place.line, -1) + 1
         name = f"{place.line} #{same}" if lines.count(place.line) > 1 else place.line
-        result.append(Named(number, at, place, lengths, name))
+        result.append(Named(number, at, place, lengths, name, own))
     return result

@@ -5,13 +5,14 @@ some queries, since they may be of another kind at another length. A local windo
 causal at 12. Factors that depend on arguments are arrays along the queries or along the keys.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from performer.linearization.factors import Factors, Index, Part, Term, evaluate
@@ -61,6 +62,14 @@ class Reading(NamedTuple):
         factor = jnp.swapaxes(heads[:, :, 0], 1, 2)[..., None]
         key = (key.astype(float32_or_wider(key)) * factor).astype(key.dtype)
         return query, key, valid if self.valid is None else valid & self.valid
+
+
+def computed(function: Callable[..., Any], *arrays: Array) -> Any:
+    """Call a function of arrays, while tracing if all are constants, which XLA folds slowly."""
+    if any(isinstance(x, Tracer) for x in arrays):
+        return function(*arrays)
+    with jax.ensure_compile_time_eval():
+        return function(*arrays)
 
 
 def read(
@@ -171,7 +180,7 @@ class _Reader:
         keys, segments = self.keys(), None
         given = self.factors.given or any(x.part.tree.varies for x in self.masks_over_pairs())
         if given or ("segments" in self.kind and not self.equal()):
-            keys, segments = self.dense(self.pairs() & keys)
+            keys, segments = computed(self.dense, self.pairs(), keys)
         else:
             keys, segments = keys & self.constant_keys(), self.compared(keys)
         self.checks.append(jnp.all(keys == keys[:, :1]))
@@ -189,7 +198,9 @@ class _Reader:
 
     def keys(self) -> Array:
         """Keys that exist by masks along the keys, (b, n, 1, s)."""
-        layout, keys = self.place.layout, jnp.ones((1, 1, 1, self.lengths[1]), bool)
+        layout = self.place.layout
+        with jax.ensure_compile_time_eval():
+            keys = jnp.ones((1, 1, 1, self.lengths[1]), bool)
         for part, when in self.factors.masks:
             if self.factors.over_pairs(part):
                 continue
@@ -278,9 +289,9 @@ class _Reader:
             visible = visible & (query == key if name == "eq" else query >= key)
         return visible
 
-    def dense(self, visible: Array) -> tuple[Array, Array | None]:
-        """Keys (b, n, 1, s) and segments (b, t) of a mask over pairs."""
-        t, s = self.lengths
+    def dense(self, visible: Array, keys: Array) -> tuple[Array, Array | None]:
+        """Keys (b, n, 1, s) and segments (b, t) of a mask over pairs and one of keys."""
+        (t, s), visible = self.lengths, visible & keys
         visible = jnp.broadcast_to(visible, (*visible.shape[:2], t, s))
         self.checks += [jnp.all(visible == visible[:, :1]), fits(visible[:, 0], self.kind)]
         segments = jnp.argmax(visible[:, 0], axis=-1) if "segments" in self.kind else None

@@ -1,12 +1,14 @@
 """How a layer is replaced: numbers of features and exact pairs, calibrated and refined.
 
-A layer has a ladder of recipes, the cheapest first, and gets the first whose attention error on
-held-out examples is within the tolerance. Sizes that the user gives are a ladder of one step; with
-a tolerance they are its top.
+A layer has a ladder of recipes, the fastest first (`timing`), and gets the first whose attention
+error on held-out examples is within the tolerance. Recipes that are not faster than exact attention
+are no steps of it, unless the user gives a tolerance. Sizes that the user gives are a ladder of one
+step; with a tolerance they are its top.
 """
 
 import math
 import sys
+import time as clock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,6 +26,7 @@ from performer.attention.refusals import check_exact
 from performer.attention.values import NOT_EXACT, Exact, Features
 from performer.linearization.layers import HeadErrors, Layer, Measured, head_errors, mean
 from performer.linearization.report import Report
+from performer.linearization.timing import CHOICES, MARGIN, Table, Time, table
 from performer.refinement import (
     START,
     Far,
@@ -42,7 +45,7 @@ from performer.typing import Coupling
 
 TOLERANCE, REFINED = 0.1, 0.05
 """Largest attention error of a layer without and with refinement, if the user gives none."""
-EXACT_KEYS, WINDOWS = (0, 16, 32, 64), (16, 32, 64)
+EXACT_KEYS, WINDOWS = (0, 16, 32, 64, 128), (16, 32, 64)
 """Exact keys to try in layers without positions, windows to try in causal ones."""
 REACH = 4
 """Refinement is tried where the error is at most so many times the tolerance: it divides errors by
@@ -54,6 +57,9 @@ SQUARE = "it requires as many queries as keys"
 UNORDERED = "it requires attention without causality, segments and ALiBi"
 REQUIRES = SQUARE, SQUARE, UNORDERED, UNORDERED
 """Why a layer has no pairs of a field of `Exact`."""
+HOPELESS = 1.5
+"""Recipes that are larger in every size than one that takes so many times the time of exact
+attention are not timed."""
 
 
 class Recipe(NamedTuple):
@@ -64,10 +70,19 @@ class Recipe(NamedTuple):
     exact: Exact = NOT_EXACT
 
     def cost(self, is_causal: bool) -> int:
-        """Return the operations of a query in exact keys; a feature costs as much as two."""
+        """Return the operations of a query in exact keys; a feature costs as much as two.
+
+        The order of recipes for another device: the benchmarks of the repository do not have times
+        of all kinds of exact pairs on each platform, so the count is the same for all.
+        """
         window, first, keys, rows = self.exact
         chunks = 2 if is_causal else 3
         return 2 * self.num_features + chunks * window + first + keys + rows
+
+    def contains(self, other: "Recipe") -> bool:
+        """True if no size is smaller than the other's."""
+        mine, others = ((x.num_features, *x.exact) for x in (self, other))
+        return all(x >= y for x, y in zip(mine, others, strict=True))
 
     def __str__(self) -> str:
         """The sizes that are not 0, for example m = 32, Exact(keys=16)."""
@@ -87,12 +102,19 @@ class Options:
     seed: int = 0
     exact: Exact | None = None
     """None if no number of exact pairs is given."""
+    time: str | None = "forward"
+    """What is timed, one of `timing.CHOICES`."""
     show: Callable[[str], Any] | None = None
 
     @property
     def sized(self) -> bool:
         """True if the user gives sizes."""
         return self.num_features is not None or self.exact is not None
+
+    @property
+    def must_be_faster(self) -> bool:
+        """True if a layer stays exact unless a recipe is faster: without sizes and tolerance."""
+        return self.time is not None and self.tolerance is None and not self.sized
 
     @property
     def limit(self) -> float:
@@ -106,7 +128,7 @@ class Options:
         return self.limit == math.inf or error <= self.limit
 
     def recipes(self, layer: Layer) -> list[Recipe]:
-        """Return the recipes to try for a layer, the cheapest first."""
+        """Return the recipes to try for a layer, in the order of their counts."""
         h, (t, s), exact = layer.head_dim, layer.lengths, layer.supported(self.exact or NOT_EXACT)
         most = 2 * h if self.num_features is None else self.num_features
         if most == 0 and not exact.window:
@@ -145,6 +167,8 @@ class Options:
         for name, count in counts.items():
             if count < 0:
                 raise ValueError(f"{name} must not be negative, got {count}")
+        if options.time not in CHOICES:
+            raise ValueError(f"time must be one of {CHOICES}, got {options.time!r}")
         if options.tolerance is not None and not options.tolerance > 0:
             raise ValueError(f"tolerance must be positive, such as 0.1, got {options.tolerance}")
         if exact.first and not exact.window:
@@ -176,6 +200,8 @@ class Drawn(NamedTuple):
     """The smallest attention error on held-out examples, mean over heads."""
     first_row: float = 0.0
     """The error of the first query's row."""
+    is_slow: bool = False
+    """True if it would be no faster than exact attention."""
 
 
 Examples = Callable[[Layer], Sample]
@@ -189,10 +215,16 @@ def replacements(
     layers, show = measured.layers, options.show or _print
     keys = jax.random.split(jax.random.key(options.seed), len(layers))
     drawn: dict[int, Drawn] = {}
+    tables: dict[int, Table] = {}
     for place in dict.fromkeys(layer.place for layer in layers):
         numbers = [i for i, layer in enumerate(layers) if layer.place == place]
-        chosen = _of_place([(keys[i], layers[i]) for i in numbers], examples, options, show)
-        drawn |= dict(zip(numbers, chosen, strict=True))
+        if options.time:
+            first, named = layers[numbers[0]], measured.places[place]
+            kind: Any = dict(kind=first.kind, masked=first.masked, slopes=first.slopes is not None)
+            tables[place] = table(named, options.time, **kind)
+        keyed = [(keys[i], layers[i]) for i in numbers]
+        steps = _Steps(keyed, tables.get(place), options, show, {})
+        drawn |= dict(zip(numbers, _chosen(steps, examples), strict=True))
     # One way for all layers: that with the lower error.
     errors = {
         i: [head_errors(layers[i].held_out, way, layers[i].is_causal) for way in x.ways]
@@ -200,13 +232,16 @@ def replacements(
     }
     way = -1 if sum(mean(x[0]) - mean(x[-1]) for x in errors.values()) > 0 else 0
     attention = {i: (drawn[i].ways[way], x[way]) for i, x in errors.items()}
+    slow = {layers[i].place for i, x in drawn.items() if x.is_slow}
     largest: dict[int, float] = {}  # error of a layer of each place
     for i, (_, numbers) in attention.items():
         largest[layers[i].place] = max(mean(numbers), largest.get(layers[i].place, 0.0))
+    largest = {place: error for place, error in largest.items() if place not in slow}
     ordered = sorted(largest, key=lambda x: -largest[x])
     kept = [x for i, x in enumerate(ordered) if i < options.keep or not options.meets(largest[x])]
-    new = {i: x for i, (x, _) in attention.items() if layers[i].place not in kept}
-    rows, remarks = [], []
+    new = {i: x for i, (x, _) in attention.items() if layers[i].place not in (*slow, *kept)}
+    rows: list[dict[str, Any]] = []
+    remarks: list[tuple[str, str]] = []
     for i, (linear, numbers) in attention.items():
         layer, recipe = layers[i], drawn[i].recipe
         row = {"path": layer.path, "layer": i, "head": 0}
@@ -216,63 +251,133 @@ def replacements(
         row |= dict(zip(("exact keys", "exact rows"), others, strict=True))
         cost, keys = recipe.cost(layer.is_causal), layer.lengths[1]
         row |= {"cost": cost if i in new else keys, "keys": keys}
+        times = tables.get(layer.place)
+        row |= _times_of(times, linear)
         for head, values in enumerate(zip(*(x.tolist() for x in numbers.values()), strict=True)):
             rows.append(row | {"head": head} | dict(zip(numbers, values, strict=True)))
-        remarks += _remarks(layer, linear, numbers, options, i in new)
-    return new, Report(rows, measured.left, tuple(remarks), options.limit)
+        if layer.place in slow:
+            remarks.append((layer.path, _slow(layer, row)))
+        else:
+            texts = _remarks(layer, linear, numbers, options, i in new)
+            remarks += [(layer.path, text) for text in texts]
+    return new, Report(rows, measured.left, _grouped(remarks), options.limit)
 
 
-def _of_place(
-    layers: Sequence[tuple[PRNGKeyArray, Layer]],
-    examples: Examples,
-    options: Options,
-    show: Callable[[str], Any],
-) -> list[Drawn]:
-    """The layers of a place by the cheapest recipe within the limit, else by the best one.
+class _Steps(NamedTuple):
+    """The ladder of a place."""
+
+    layers: Sequence[tuple[PRNGKeyArray, Layer]]
+    """Layers of the place with the keys of their frequencies: several in a scan."""
+    table: Table | None
+    options: Options
+    show: Callable[[str], Any]
+    times: dict[Recipe, Time]
+    """Those that are known."""
+
+    @property
+    def layer(self) -> Layer:
+        """The first layer, of whose kind all are."""
+        return self.layers[0][1]
+
+    def seconds(self, recipe: Recipe) -> float:
+        """Time of the first layer's attention by a recipe."""
+        assert self.table is not None
+        if recipe not in self.times:
+            self.times[recipe] = self.table.time(_features(None, self.layer, recipe, self.options))
+        return self.times[recipe].seconds
+
+    def is_slow(self, recipe: Recipe, margin: float = MARGIN) -> bool:
+        """True if the recipe takes longer than exact attention, divided by the margin."""
+        return self.table is not None and self.seconds(recipe) * margin > self.table.exact.seconds
+
+    def recipes(self) -> list[Recipe]:
+        """The recipes, the fastest first; without times in the order of their counts."""
+        recipes, hopeless, timed = self.options.recipes(self.layer), [], []
+        if self.table is None or (self.options.sized and self.options.tolerance is None):
+            return recipes
+        start, before = clock.perf_counter(), len(self.table.times)
+        for recipe in recipes:
+            if not any(recipe.contains(other) for other in hopeless):
+                timed.append(recipe)
+                if self.is_slow(recipe, 1 / HOPELESS):
+                    hopeless.append(recipe)
+        if new := len(self.table.times) - before:
+            seconds = clock.perf_counter() - start
+            b, t, n, h = self.table.operands[0].shape
+            self.show(
+                f"timed {new} recipes of attention in {seconds:.0f} s: {b} x {t} tokens, {n} heads"
+                f" of {h}"
+            )
+        timed.sort(key=self.seconds)
+        others = [x for x in recipes if x not in timed]
+        return timed if self.options.must_be_faster else timed + others
+
+    def with_first_row(self, recipe: Recipe) -> Recipe:
+        """The recipe with the exact row of the first query, where the layer can have it."""
+        return recipe._replace(
+            exact=self.layer.supported(recipe.exact._replace(rows=max(recipe.exact.rows, 1)))
+        )
+
+
+def _chosen(steps: _Steps, examples: Examples) -> list[Drawn]:
+    """The layers of a place by the fastest recipe within the limit, else by the best one.
 
     The first query is exact where its row is not within the limit, as a class token's often is. All
-    recipes are tried until one is within it: errors need not fall with the cost. Features that
+    recipes are tried until one is within it: errors need not fall with the time. Features that
     overestimate far keys make a window worse than it is alone.
     """
-    sample, best, least = cache(lambda i: examples(layers[i][1])), [], math.inf
+    options, layers, best, least = steps.options, steps.layers, [], math.inf
+    slow: list[Recipe] = []
+    sample = cache(lambda i: examples(layers[i][1]))
 
     def calibrated(recipe: Recipe) -> list[Drawn]:
         return [_calibrated(key, layer, recipe, options) for key, layer in layers]
 
-    def with_first_row(recipe: Recipe) -> Recipe:
-        exact = recipe.exact._replace(rows=max(recipe.exact.rows, int(not options.sized)))
-        return recipe._replace(exact=layers[0][1].supported(exact))
-
-    for recipe in options.recipes(layers[0][1]):
+    for recipe in steps.recipes():
+        if options.must_be_faster and steps.is_slow(recipe):
+            slow.append(recipe)
+            continue
         drawn = calibrated(recipe)
         if any(x.first_row > options.limit for x in drawn) and not options.sized:
-            drawn = calibrated(recipe := with_first_row(recipe))
+            recipe = steps.with_first_row(recipe)
+            if options.must_be_faster and steps.is_slow(recipe):
+                slow.append(recipe)
+                continue
+            drawn = calibrated(recipe)
         worst = before = max(x.error for x in drawn)
         if options.refine_steps and recipe.num_features and worst <= REACH * options.limit:
             drawn = [_refined(x, layers[i][1], sample(i), options) for i, x in enumerate(drawn)]
             worst = max(x.error for x in drawn)
-            show(f"{layers[0][1].path}: {recipe}: error {before:.3g}, refined {worst:.3g}")
+            steps.show(f"{steps.layer.path}: {recipe}: error {before:.3g}, refined {worst:.3g}")
         if not best or worst < least:
             best, least = drawn, worst
         if options.meets(worst):
             break
-    return best
+    if best:
+        return best
+    fastest = min(slow, key=steps.seconds)
+    return [x._replace(is_slow=True) for x in calibrated(fastest)]
 
 
-def _calibrated(key: PRNGKeyArray, layer: Layer, recipe: Recipe, options: Options) -> Drawn:
-    """Frequencies of the coupling, calibrated to the moments."""
+def _features(key: PRNGKeyArray | None, layer: Layer, recipe: Recipe, options: Options) -> Features:
+    """Frequencies of the coupling, calibrated to the moments; ones without a key, to be timed."""
     (m, exact), fitted, w = recipe, None, None
     if m:
-        w = couplings.draw(key, options.coupling, m, *layer.held_out.key.shape[:-3:-1])
+        h, k = layer.held_out.key.shape[:-3:-1]
+        w = jnp.ones((k, m, h)) if key is None else couplings.draw(key, options.coupling, m, h, k)
         if calibrations.parts(options.calibration):
             moments = layer.moments.astype(jnp.float32)
             given = options.calibration, options.coupling, exact.mixed
             fitted = calibrations.fit(moments, *given)
-    fixed = fitted, traced(exact)
-    errors = _errors(positive_features, w, fixed, layer.held_out, layer.is_causal)
-    return Drawn(
-        recipe, [Features(w, fitted, coupling=options.coupling, exact=exact)], *map(float, errors)
-    )
+    return Features(w, fitted, coupling=options.coupling, exact=exact)
+
+
+def _calibrated(key: PRNGKeyArray, layer: Layer, recipe: Recipe, options: Options) -> Drawn:
+    """Features of a recipe, and their attention error on held-out examples."""
+    features = _features(key, layer, recipe, options)
+    w, fixed = features.frequencies, (features.calibration, traced(recipe.exact))
+    error, first = _errors(positive_features, w, fixed, layer.held_out, layer.is_causal)
+    return Drawn(recipe, [features], float(error), float(first))
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -315,6 +420,22 @@ def _refined(drawn: Drawn, layer: Layer, sample: Sample, options: Options) -> Dr
     return Drawn(drawn.recipe, ways, min(map(float, errors)))
 
 
+def _times_of(times: Table | None, linear: Features) -> dict[str, float]:
+    """Milliseconds of a layer's attention, exact and replaced; none without a table."""
+    if times is None:
+        return {}
+    exact, new = times.exact.seconds, times.time(linear).seconds
+    return {"exact, ms": 1e3 * exact, "replacement, ms": 1e3 * new, "speed-up": exact / new}
+
+
+def _slow(layer: Layer, row: dict[str, Any]) -> str:
+    """Why a layer stays exact for which no recipe is faster."""
+    return (
+        f"stays exact: the fastest recipe takes {1 / row['speed-up']:.2f} times the"
+        f" time of exact attention at {layer.lengths[1]} tokens"
+    )
+
+
 def _remarks(
     layer: Layer, linear: Features, errors: HeadErrors, options: Options, is_new: bool
 ) -> list[str]:
@@ -343,7 +464,16 @@ def _remarks(
                 f"has the error {error:.2g} on held-out examples and {fitted_error:.2g} on those"
                 " fitted: give more batches, or fewer refine_steps"
             )
-    return [f"{layer.path} {text}" for text in remarks]
+    return remarks
+
+
+def _grouped(remarks: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Sentences about layers; one where several have the same."""
+    paths: dict[str, list[str]] = {}
+    for path, text in remarks:
+        paths.setdefault(text, []).append(path)
+    others = {text: f" (and {len(x) - 1} more)" * (len(x) > 1) for text, x in paths.items()}
+    return tuple(f"{x[0]}{others[text]} {text}" for text, x in paths.items())
 
 
 def _print(line: str) -> None:

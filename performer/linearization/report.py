@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from performer.linearization.outputs import Change
+from performer.linearization.outputs import Change, Whole
+from performer.linearization.timing import MARGIN
 
 LOSSES = (
-    (0.1, "little (up to 2% of a classifier's accuracy, 0.1 nats of a language model)"),
-    (0.3, "some (2 to 6% of a classifier's accuracy, 0.1 to 0.3 nats of a language model)"),
-    (math.inf, "much (0.5 costs 18% of a classifier's accuracy, 0.7 nats of a language model)"),
+    (0.1, "up to 0.1 lost little: up to 2% of accuracy, 0.1 nats of a language model"),
+    (0.3, "0.1 to 0.3 lost 2 to 6% of accuracy, 0.1 to 0.3 nats of a language model"),
+    (math.inf, "0.5 lost much: 18% of accuracy, 0.7 nats of a language model"),
 )
-"""Losses by the mean attention error (docs, "Linearise")."""
+"""Losses of ten models by the mean attention error (docs, "Linearised models of others")."""
 SAME = 0.85
 """Share of rows with the same largest entry below which linearize warns (docs, "Results")."""
 SENSITIVE = (
@@ -34,13 +35,17 @@ class Report:
         rows: a record for each layer and head that was measured: "path", "layer" (its number, in
             the order of calls), "head", "attention" ("linear", or "exact" if kept), the sizes "m",
             "window", "first", "exact keys" and "exact rows", their "cost" in exact keys for each
-            query (of exact attention: the number of keys), and the numbers of `layers.head_errors`.
-            A layer that stays exact has the sizes and errors of the best recipe that was tried.
+            query (of exact attention: the number of keys), the number of "keys", the numbers of
+            `layers.head_errors`, and where time was measured "exact, ms", "replacement, ms" and
+            "speed-up" of the layer's attention. A layer that stays exact has the sizes, errors and
+            times of the best recipe that was tried.
         left: path -> why its attention stayed as it was.
         remarks: what the user should know about layers, one sentence each.
         tolerance: largest attention error of a layer that is replaced.
         change: how far the outputs of the last batch are from those before; None if no layer was
             replaced.
+        whole: times and memory of the whole function for the last batch, before and after; None if
+            they were not measured.
     """
 
     rows: list[dict[str, Any]]
@@ -48,6 +53,7 @@ class Report:
     remarks: tuple[str, ...] = ()
     tolerance: float = math.inf
     change: Change | None = None
+    whole: Whole | None = None
 
     def worst(self, number: int = 5) -> list[dict[str, Any]]:
         """The replaced heads with the largest attention errors."""
@@ -59,24 +65,47 @@ class Report:
         return [row for row in self.rows if row["attention"] == "linear"]
 
     def verdict(self) -> str:
-        """The mean attention error of the replaced layers, and what to expect and to do."""
+        """Lines to decide by: equal answers, what to expect and to do, speed and memory."""
         if not self.linear:
-            return "no layer was replaced: the function is the one that was given"
-        error = self.mean_error
-        expected = next((text for limit, text in LOSSES if error <= limit), LOSSES[-1][1])
-        text = f"mean error {error:.2g}: expect to lose {expected}"
+            text = "no layer was replaced: the function is the one that was given"
+            return "\n".join([text, *self._slower()])
+        error, lines = self.mean_error, []
+        if self.change is not None:
+            lines.append(str(self.change) + f". {SENSITIVE}" * self.is_sensitive)
+        losses = next((text for limit, text in LOSSES if error <= limit), LOSSES[-1][1])
+        text = f"mean error {error:.2g}: of ten models those with {losses}"
         if not error <= LOSSES[0][0]:
             text += "; refine (refine_steps=300), add exact keys, or leave out the sizes"
-        if self.change is not None:
-            text += f"\n{self.change}" + f". {SENSITIVE}" * self.is_sensitive
+        return "\n".join([*lines, text, *self._speed(), *self._slower()])
+
+    def _speed(self) -> list[str]:
+        """Speed-up of the whole function; without times the layers that cost more."""
+        keys = sorted({row["keys"] for row in self.linear})
+        lengths = f"{' and '.join(map(str, keys))} tokens"
+        if self.whole is not None:
+            text = f"{self.whole.speed_up:.2g} times as fast at {lengths} {self.whole}"
+            return [text + ": keep softmax attention there" * (self.whole.speed_up < 1)]
         costs = {row["path"]: (row["cost"], row["keys"]) for row in self.linear}
         slow = [path for path, (cost, keys) in costs.items() if cost >= keys]
-        if slow:
-            text += (
-                f"\nat this length {len(slow)} of {len(costs)} replaced layers cost more operations"
-                " than exact attention"
-            )
-        return text
+        if not slow:
+            return []
+        return [
+            f"at {lengths} {len(slow)} of {len(costs)} replaced layers cost more operations than"
+            " exact attention"
+        ]
+
+    def _slower(self) -> list[str]:
+        """Lengths at which exact attention is faster, and layers stay exact for it."""
+        exact = [row for row in self.rows if row["attention"] == "exact"]
+        slow = [row for row in exact if row.get("speed-up", math.inf) < MARGIN]
+        best: dict[int, float] = {}
+        for row in slow:
+            best[row["keys"]] = max(row["speed-up"], best.get(row["keys"], 0.0))
+        return [
+            f"at {keys} tokens the fastest replacement of a layer's attention would be {x:.2g}"
+            " times as fast as softmax attention: keep softmax there"
+            for keys, x in best.items()
+        ]
 
     @property
     def is_sensitive(self) -> bool:
@@ -131,16 +160,21 @@ class Report:
 
     def __str__(self) -> str:
         """The table."""
-        shown = {x: y for x, y in COLUMNS.items() if x not in ANY or any(r[x] for r in self.rows)}
+        shown = {x: y for x, y in COLUMNS.items() if all(x in row for row in self.rows)}
+        shown = {x: y for x, y in shown.items() if x not in ANY or any(r[x] for r in self.rows)}
+        for name in COUNTS if "speed-up" in shown else ():
+            shown.pop(name)
         if not any(row["window"] for row in self.rows):
-            shown.pop("exact pairs alone")
+            shown.pop("exact pairs alone", None)
         width = max([5, *(len(row["path"]) for row in self.rows)])
-        lines = [f"{'layer':{width}} {'attention':9} {' '.join(shown.values())}"]
+        kinds = {row["path"]: _kind(row) for row in self.rows}
+        kind_width = max([9, *map(len, kinds.values())])
+        lines = [f"{'layer':{width}} {'attention':{kind_width}} {' '.join(shown.values())}"]
         for path in self.layer_errors():
             rows = [row for row in self.rows if row["path"] == path]
             numbers = {x: float(np.mean([row[x] for row in rows])) for x in shown}
             means = (f"{_text(numbers[x]):>{len(head)}}" for x, head in shown.items())
-            lines.append(f"{path:{width}} {rows[0]['attention']:9} {' '.join(means)}")
+            lines.append(f"{path:{width}} {kinds[path]:{kind_width}} {' '.join(means)}")
         lines = lines if self.rows else []
         if self.linear:
             worst = (
@@ -151,9 +185,16 @@ class Report:
             if any(above):
                 lines += [f"worse than uniform attention: {sum(above)} of {len(above)} heads"]
                 lines += ["  (an untrained model attends almost uniformly)"]
-        lines += [self.verdict(), *self.remarks] if self.rows else []
         lines += [f"{path}: left as it is, {why}" for path, why in self.left.items()]
+        lines += [*self.remarks, self.verdict()] if self.rows else []
         return "\n".join(lines)
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    """Attention of a layer: a window without features is a sliding window, of blocks."""
+    if row["attention"] == "linear" and row["m"] == 0:
+        return "sliding window"
+    return row["attention"]
 
 
 def _text(number: float) -> str:
@@ -170,14 +211,19 @@ COLUMNS = {
     "exact rows": "exact rows",
     "cost": "cost",
     "keys": "keys",
+    "exact, ms": "exact, ms",
+    "replacement, ms": "replacement, ms",
+    "speed-up": "speed-up",
     "attention error": "error",
     "standard error": "    ±",
-    "exact pairs alone": "exact pairs alone",
+    "exact pairs alone": "window alone",
     "uniform attention": "uniform",
     "|q|^2": "|q|^2",
     "|k|^2": "|k|^2",
     "keys attended to": "keys attended to",
 }
 """Numbers of the table, and the heads of their columns."""
+COUNTS = ("cost", "keys")
+"""Columns that times replace."""
 ANY = ("window", "exact keys", "exact rows")
 """Columns that are left out where all are 0."""

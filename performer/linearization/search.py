@@ -151,7 +151,7 @@ def _look_inside(program: Program, op: Op) -> None:
     else:
         reason = f"inside {op.name}, which is not entered"
         for body in inner:
-            program.left += [Left(x.line, x.scope, reason) for _, x, _ in places_in(body)]
+            program.left += [Left(x.line, x.scope, reason) for _, x, *_ in places_in(body)]
             program.left += left_in(body)
 
 

@@ -14,7 +14,7 @@ from performer.linearization.function import LINEAR, UNCHOSEN, require_one, warn
 from performer.linearization.layers import Layer, Measured
 from performer.linearization.layout import Unfit
 from performer.linearization.measure import examples, layer_of, observe, steps_of
-from performer.linearization.outputs import Remembered, change, outputs_of
+from performer.linearization.outputs import Remembered, compared, prepared
 from performer.linearization.program import Named
 from performer.linearization.recipes import Options, replacements
 from performer.linearization.report import Report
@@ -66,16 +66,16 @@ def linearize(
         measured: result of `measure` on this model, to leave out the first passes. Only `measure`
             takes a `where` then.
         options: `coupling`, `num_features`, `calibration`, `refine_steps`, `keep`, `tolerance`,
-            `seed`, `show` and `exact`, as of `performer.linearize`. Without sizes each layer
-            has the cheapest within the tolerance.
+            `seed`, `show`, `exact` and `time`, as of `performer.linearize`. Without sizes each
+            layer has the fastest within the tolerance, if it is faster than exact attention.
 
     Returns:
         A new model of the same parameters, in evaluation mode, and the report.
 
     Raises:
         ValueError: for batches that cannot be read again, numbers below 0, exact first
-            keys without a window, an unknown coupling or calibration, `where` with `measured`, or a
-            model without attention.
+            keys without a window, an unknown coupling or calibration, `where` with `measured`, a
+            measurement of another model, or a model without attention.
 
     Example:
         >>> model, report = linearize(model, [x], num_features=8)
@@ -85,6 +85,7 @@ def linearize(
     require_one(measured, where)
     measured = measured or measure(model, batches, where=where, call=call)
     function, state, _ = _function(model, call)
+    _check_same(measured, state)
     replaced, report = replacements(
         measured, lambda layer: examples(function, _with(state, batches), layer), chosen
     )
@@ -99,8 +100,11 @@ def linearize(
             attention = hooks_.Adapter(attention, hook.function, layer.kind)
         hook.put(attention)
     if replaced:
-        after = outputs_of(_function(new, call)[0], (nnx.state(new), measured.arguments[1]))
-        report = replace(report, change=change(measured.outputs(), after))
+        arguments = nnx.state(new), measured.arguments[1]
+        after = _function(new, call)[0]
+        change, whole = compared(measured.before(), after, arguments, chosen.time)
+        change = change._replace(is_held_out=measured.is_held_out)
+        report = replace(report, change=change, whole=whole)
     report.warn()
     return new, report
 
@@ -151,10 +155,24 @@ def measure(
     idle = left.keys() - {layer.path for layer in layers}
     left |= {path: left[path] or "not called" for path in idle}
     left = {path: reason for path, reason in left.items() if reason}
-    outputs = cache(partial(outputs_of, function, batches.last))
-    measured = Measured(layers, left, seen.places, tuple(batches.last), outputs)
+    before = cache(partial(prepared, function, batches.last))
+    measured = Measured(layers, left, seen.places, tuple(batches.last), before, seen.is_held_out)
     warn(measured)
     return measured
+
+
+def _check_same(measured: Measured, state: nnx.State) -> None:
+    """Raise ValueError for the measurement of another model."""
+    before, here = (
+        {path: x.shape for path, x in nnx.to_flat_state(each) if hasattr(x, "shape")}
+        for each in (measured.arguments[0], state)
+    )
+    if before != here:
+        path = next(x for x in (*before, *here) if before.get(x) != here.get(x))
+        raise ValueError(
+            f"measured is of another model: {'.'.join(map(str, path))} has the shape"
+            f" {before.get(path)} there and {here.get(path)} here; call measure on this model"
+        )
 
 
 def evaluated(model: Model) -> Model:

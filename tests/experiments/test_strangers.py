@@ -10,8 +10,10 @@ import pytest
 import performer
 from experiments.strangers import __main__ as command
 from experiments.strangers import couplings, data, models, transformer, windows
+from performer.linearization.outputs import Whole
 from performer.linearization.recipes import Recipe
 from performer.linearization.report import Report
+from performer.linearization.timing import Time
 
 MODEL = models.MODELS["stories260K"]
 
@@ -128,6 +130,10 @@ def test_numbers_of_a_report():
     np.testing.assert_allclose(row.pop("attention error"), 0.1)  # (0.2 + 0) / 2
     expected = {"m": "8 -", "window": "16 -", "exact keys": "0 -", "exact rows": "0 -"}
     assert row == expected | {"cost": 56.5, "keys": 64, "exact layers": 1, "left": 1}
+    times = {"exact, ms": 3.0, "replacement, ms": 2.0, "speed-up": 1.5}
+    whole = Whole(Time(0.04, 0), Time(0.01, 0), "forward", "cpu")
+    row = command.numbers_of(Report([head | sizes | times for head in heads], whole=whole))
+    assert [row[name] for name in command.TIMES] == [6, 5, 40, 10, 4]
 
 
 def test_windows_are_compared_at_equal_cost():

@@ -205,6 +205,14 @@ def test_where_after_the_measurement_is_an_error(front):
         front(Model(), BATCHES, measured=measured, where=lambda path: "1" in path)
 
 
+def test_the_measurement_of_another_model_is_an_error():
+    """It was a KeyError, or attention of other sizes."""
+    measured = measure(Model(), BATCHES)
+    for other in (Stack(1), Model(num_heads=4)):
+        with pytest.raises(ValueError, match="measured is of another model: .* has the shape"):
+            linearize(other, BATCHES, measured=measured, num_features=8)
+
+
 def test_what_cannot_be_taken_is_named_and_left():
     scale = jnp.linspace(-1, 1, T)
     arbitrary = jax.random.bernoulli(jax.random.key(3), 0.7, (B, 1, T, T)) | jnp.eye(T, dtype=bool)
@@ -328,7 +336,8 @@ def test_the_report(tmp_path):
     report.to_csv(tmp_path / "report.csv")
     lines = (tmp_path / "report.csv").read_text().splitlines()
     sizes = "m,window,first,exact keys,exact rows,cost,keys"
-    assert lines[0].startswith(f"path,layer,head,attention,{sizes},attention error")
+    times = '"exact, ms","replacement, ms",speed-up'
+    assert lines[0].startswith(f"path,layer,head,attention,{sizes},{times},attention error")
     assert len(lines) == 1 + HEADS
     assert "worst heads: attention head" in str(report)
 

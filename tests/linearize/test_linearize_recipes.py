@@ -10,8 +10,10 @@ import pytest
 import performer
 from performer import Exact
 from performer.linearization import recipes
+from performer.linearization.outputs import Change, Whole
 from performer.linearization.recipes import TOLERANCE, Options
 from performer.linearization.report import Report
+from performer.linearization.timing import Time
 
 B, T, H = 16, 48, 8
 
@@ -161,7 +163,7 @@ def test_what_no_recipe_serves_stays_exact_with_a_warning():
     x = tokens(size=6.0)
     with pytest.warns(UserWarning, match=r"stays exact: its error is .*, the tolerance 1e-06"):
         new, report = performer.linearize(attend, [(x,)], tolerance=1e-6)
-    np.testing.assert_array_equal(new(x), attend(x))
+    np.testing.assert_array_equal(new(x), jax.jit(attend)(x))
     assert "no layer was replaced" in report.verdict()
     assert not report.worst()
 
@@ -191,14 +193,36 @@ def test_examples_that_were_fitted_too_well():
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"), [(0.05, "little"), (0.2, "some"), (0.48, "much"), (np.nan, "much")]
+    ("error", "expected"),
+    [(0.05, "2% of accuracy"), (0.2, "2 to 6%"), (0.48, "18% of"), (np.nan, "18% of")],
 )
 def test_the_verdict(error, expected):
+    """Equal answers first, what ten models lost, and without times the count."""
     row = {"path": "a", "attention": "linear", "attention error": error, "cost": 9, "keys": 8}
-    verdict = Report([row, row | {"attention": "exact", "attention error": 9.0}]).verdict()
-    assert f"expect to lose {expected}" in verdict
-    assert ("refine" in verdict) == (expected != "little")
-    assert "1 of 1 replaced layers cost more operations than exact attention" in verdict
+    rows = [row, row | {"attention": "exact", "attention error": 9.0}]
+    answers, losses, costs = Report(rows, change=Change(0.01, 0.9)).verdict().splitlines()
+    assert answers.startswith("90.0% of the rows of the last batch have the same largest")
+    assert losses.startswith(f"mean error {error:.2g}: of ten models")
+    assert expected in losses
+    assert ("refine" in losses) == (expected != "2% of accuracy")
+    assert costs.startswith("at 8 tokens 1 of 1 replaced layers cost more operations than exact")
+
+
+def test_a_function_that_became_slower_is_named():
+    row = {"path": "a", "attention": "linear", "attention error": 0.1, "cost": 9, "keys": 65}
+    whole = Whole(Time(0.054, 2**20), Time(0.098, 2**21), "forward", "cpu")
+    assert Report([row], whole=whole).verdict().splitlines()[-1] == (
+        "0.55 times as fast at 65 tokens on this CPU (forward pass 98 ms, before 54 ms; memory"
+        " 2 MiB, before 1 MiB): keep softmax attention there"
+    )
+
+
+def test_a_window_without_features_is_called_a_sliding_window():
+    function, x = (lambda x: attend(x, is_causal=True)), tokens()
+    _, report = performer.linearize(function, [(x,)], num_features=0, exact=Exact(4))
+    head, line = str(report).splitlines()[:2]
+    assert "window alone" in head
+    assert "sliding window" in line
 
 
 def test_the_change_of_the_outputs_is_reported():

@@ -36,6 +36,8 @@ class Case(NamedTuple):
     seed: int = 0
     tolerance: float | None = None
     """Largest error of a layer, for which numbers of features and exact keys are limits."""
+    time: str | None = "forward"
+    """What is timed: "forward", "train" or None."""
     is_sized: bool = True
     """False if `linearize` chooses the sizes of each layer."""
 
@@ -88,6 +90,7 @@ def linearized(
             refine_steps=case.refine_steps,
             keep=case.keep,
             tolerance=case.tolerance,
+            time=case.time,
             **sizes,
             call=task.count,
             measured=measured,
