@@ -1,5 +1,8 @@
 """Kinds of masks and biases that linear attention has, told from their values."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -10,10 +13,11 @@ NO_SLOPE = 1e-6
 """Slopes of ALiBi up to this number count as 0."""
 
 
+@partial(jax.jit, static_argnums=2)
 def alibi_slopes(
     bias: Float[Array, "b n r s"],
     allowed: Bool[Array, "b n r s"],
-    queries: np.ndarray | None = None,
+    queries: tuple[int, ...] | None = None,
 ) -> tuple[Float[Array, " n"], Bool[Array, ""]]:
     """Return the slopes, and true if the bias is -slope |i - j| plus a constant for each row.
 
@@ -26,7 +30,7 @@ def alibi_slopes(
     slopes, distance = jnp.zeros(bias.shape[1], bias.dtype), jnp.zeros((t, s), bias.dtype)
     level = jnp.where(allowed, bias, 0)
     if queries is not None or t == s > 1:
-        at = np.arange(t) if queries is None else queries
+        at = np.arange(t) if queries is None else np.array(queries)
         distance = jnp.abs(jnp.asarray(at[:, None] - np.arange(s)[None])).astype(bias.dtype)
         row, key = np.arange(t)[at > 0], at[at > 0]
         here, before = level[..., row, key], level[..., row, key - 1]
@@ -36,6 +40,7 @@ def alibi_slopes(
     return slopes, flat(bias, allowed, slopes, distance)
 
 
+@jax.jit
 def flat(bias: Array, allowed: Array, slopes: Array, distance: Array) -> Bool[Array, ""]:
     """True if the bias is -slope distance plus a constant for each row."""
     level = jnp.where(allowed, bias, 0)
@@ -46,6 +51,7 @@ def flat(bias: Array, allowed: Array, slopes: Array, distance: Array) -> Bool[Ar
     return spread <= 1e-3 * (1 + 0.01 * jnp.max(jnp.abs(level)))
 
 
+@partial(jax.jit, static_argnums=1)
 def fits(visible: Bool[Array, "b t s"], kind: str) -> Bool[Array, ""]:
     """True if existing queries and keys, causality and segments determine what is visible."""
     _, t, s = visible.shape

@@ -364,9 +364,9 @@ class _Reader:
         self.checks.append(jnp.all(total >= -NO_SLOPE))  # others have no linear attention
         return jnp.broadcast_to(total, (self.place.layout.head_count,))
 
-    def queries(self) -> np.ndarray | None:
+    def queries(self) -> tuple[int, ...] | None:
         """The queries, if they have slopes."""
-        return self.rows if self.lengths[0] == self.lengths[1] else None
+        return tuple(self.rows.tolist()) if self.lengths[0] == self.lengths[1] else None
 
     @staticmethod
     def joined(bias: Any, visible: Array, heads: int = 1) -> tuple[Array, Array]:
