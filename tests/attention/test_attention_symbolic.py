@@ -79,11 +79,3 @@ def test_sizes_are_those_of_the_platform_that_runs_it():
     assert masks("cpu") == {"4"}
     assert masks("tpu") == {"8"}
     assert masks("cpu", "cuda") == {"4", "8"}
-
-
-@pytest.mark.parametrize(("num_features", "least"), [(8, 5000), (16, 64)])
-def test_features_no_wider_than_tokens_are_in_one_block(num_features, least, monkeypatch):
-    """Blocks copy their tokens, which takes longer than the features that they save."""
-    monkeypatch.undo()
-    _, block = sizes.chunk_and_block("cpu", 5000, 64, (num_features, 8), False)
-    assert block == least

@@ -65,16 +65,20 @@ def test_the_choice_of_keys_computes_no_feature_again(key_heads):
     assert operations(exact_keys=1) < 1.25 * operations()
 
 
-def test_a_short_sequence_is_one_block():
-    """Look for a loop over blocks: none for up to 256 tokens, although batch and heads are many."""
+def test_what_is_one_block():
+    """Look for a loop over blocks, of many heads: none up to 256 tokens, or if m <= head_dim.
 
-    def has_loop(t):
-        tokens, frequencies = jnp.zeros((8, t, 12, 64)), jnp.zeros((64, 64))
+    Blocks copy their tokens, which takes longer than the features that they save.
+    """
+
+    def has_loop(t, m):
+        tokens, frequencies = jnp.zeros((8, t, 12, 64)), jnp.zeros((m, 64))
         program = jax.make_jaxpr(ours)(tokens, tokens, tokens, frequencies)
         return "scan[" in str(program)
 
-    assert not has_loop(256)
-    assert has_loop(257)
+    assert not has_loop(256, 65)
+    assert has_loop(257, 65)
+    assert not has_loop(2048, 64)
 
 
 @pytest.mark.thorough
