@@ -59,7 +59,9 @@ def test_report(converted, softmax_run):
     assert float(rows[0]["accuracy"]) == pytest.approx(trained["eval_accuracy"], abs=1e-6)
     assert float(rows[0]["attention error"]) == 0
     assert float(rows[1]["attention error"]) > 0
-    assert table == (out / "conversion.md").read_text()
+    rates = (out / "conversion.md").read_text()
+    assert table.startswith(rates)
+    assert "times as fast at 17 tokens on this CPU" in table[len(rates) :]
     heads = [r for r in read_csv(out / "heads.csv") if r["attention"] == "linear"]
     assert len(heads) == 2
     mean = sum(float(row["attention error"]) for row in heads) / 2
