@@ -98,8 +98,8 @@ def linearize(
                    refined) without
 
     A place for which no recipe is within the tolerance stays exact, with a warning. So does one for
-    which no recipe is faster than exact attention, unless a tolerance is given. Sizes that are
-    given are those of all layers, whatever error and time.
+    which no recipe is faster than exact attention, unless a tolerance is given. Sizes that you give
+    hold for all layers, whatever error and time.
 
     Args:
         function: takes arrays or pytrees of them. Other arguments are static.
@@ -277,7 +277,7 @@ class _Structure(NamedTuple):
 
     tree: Any
     types: tuple[type, ...]
-    """Of the leaves, for 1, 1.0 and True are equal."""
+    """Types of the leaves, for 1, 1.0 and True are equal."""
     leaves: tuple[Any, ...]
     """None for an array."""
 

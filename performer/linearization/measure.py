@@ -38,7 +38,7 @@ SECOND = " (second reason)"
 """End of the name of a line that has two reasons to stay exact."""
 ZERO = np.float32(0)
 BYTES = 2**30
-"""Memory for the arrays that enter attention; those of more are computed one group of places after
+"""Memory for the arrays that enter attention; larger ones are computed one group of places after
 another."""
 BATCHES = 4
 """Batches from which on the last one is held out: answers are compared on it."""
@@ -65,7 +65,7 @@ def largest(before: Any, new: Any, scans: int) -> Any:
 
 
 def first_examples(before: Sample, new: Sample, scans: int) -> Sample:
-    """The first examples of two records; those of another length are left out."""
+    """The first examples of two records, of the length of the first record."""
     shapes = ([x.shape[scans + 1 :] for x in sample if x is not None] for sample in (before, new))
     if len({tuple(x) for x in shapes}) > 1:
         return before
@@ -75,17 +75,17 @@ def first_examples(before: Sample, new: Sample, scans: int) -> Sample:
 
 
 class Record(NamedTuple):
-    """What was measured at a place; each field with the rule by which two records are one.
+    """Measurements at a place; each field has the rule by which two records are joined.
 
     In a scan arrays have an axis of its steps before all others.
     """
 
     moments: Annotated[Any, added]
-    """Of pairs, times their count."""
+    """Moments of pairs, times their count."""
     count: Annotated[Any, added]
     batches: Annotated[Any, added]
     slopes: Annotated[Any, added]
-    """Of ALiBi, one for each head, summed over batches."""
+    """Slopes of ALiBi, one for each head, summed over batches."""
     scale: Annotated[Any, largest]
     """The largest of each head."""
     same_heads: Annotated[Any, both]
@@ -98,7 +98,7 @@ class Record(NamedTuple):
     fits: Annotated[Any, both]
     """For each kind of masks: whether the mask is of it."""
     kinds: Annotated[Any, both]
-    """Whether it is read so in linear time."""
+    """True for each kind as which the mask is read in linear time."""
     held_out: Annotated[Sample, first_examples]
     fitted: Annotated[Sample, first_examples]
 

@@ -103,7 +103,7 @@ class Options:
     exact: Exact | None = None
     """None if no number of exact pairs is given."""
     time: str | None = "forward"
-    """What is timed, one of `timing.CHOICES`."""
+    """Passes to time, one of `timing.CHOICES`."""
     show: Callable[[str], Any] | None = None
 
     @property
@@ -272,7 +272,7 @@ class _Steps(NamedTuple):
     options: Options
     show: Callable[[str], Any]
     times: dict[Recipe, Time]
-    """Those that are known."""
+    """Times of the recipes that were timed so far."""
 
     @property
     def layer(self) -> Layer:

@@ -22,7 +22,7 @@ from performer.attention import Bias, Features, performer_attention
 from performer.linearization.program import Alone, Named
 
 CHOICES = ("forward", "train", None)
-"""What is timed: the forward pass, forward and backward pass, or nothing."""
+"""Passes to time: the forward pass, forward and backward pass, or none."""
 MARGIN = 1.05
 """A recipe counts as faster than exact attention if exact attention takes so many times as long:
 best times of equal programs differ by some percent."""
@@ -89,7 +89,7 @@ class Table:
     program: Compiled
     """Exact attention, without its arguments."""
     shapes: tuple[jax.ShapeDtypeStruct, ...]
-    """Shapes of these."""
+    """Shapes of its arguments."""
     operands: tuple[jax.ShapeDtypeStruct, ...]
     """Queries (b, t, n, h), keys (b, s, k, h) and values (b, s, k, v)."""
     kinds: tuple[Any, ...]

@@ -4,8 +4,8 @@
 
 Parameters do not depend on the attention: a run may be evaluated, converted (`vit.convert`) and
 fine-tuned at any resolution. Each run is evaluated on all pictures of its split. The difference
-from the softmax run of the same size is paired, picture by picture. Its standard error is that of
-a mean of differences -1, 0, 1, as in McNemar's test. Then the forward passes of `batch_size`
+from the softmax run of the same size is paired, picture by picture. Its standard error is the error
+of a mean of differences -1, 0, 1, as in McNemar's test. Then the forward passes of `batch_size`
 pictures take turns, size by size; the best of 20 counts.
 
     converted.csv    pixels, tokens, attention, accuracy, difference, milliseconds and memory

@@ -37,7 +37,7 @@ class Case(NamedTuple):
     tolerance: float | None = None
     """Largest error of a layer, for which numbers of features and exact keys are limits."""
     time: str | None = "forward"
-    """What is timed: "forward", "train" or None."""
+    """Passes to time: "forward", "train" or None."""
     is_sized: bool = True
     """False if `linearize` chooses the sizes of each layer."""
 
