@@ -153,6 +153,7 @@ def features_of(
 
 @partial(jax.jit, static_argnums=3)
 def _features(tokens: Tokens, features: Features, pairs: Pairs, plan: Plan):
+    features = features.constant
     x = arguments(tokens, features, pairs, plan)
     query_map, key_map = feature_maps(x, features, plan)
     (b, t, n, h), k = x.query.shape, x.keys.key.shape[2]

@@ -303,7 +303,7 @@ def attention_weights(
 
 @partial(jax.jit, static_argnums=0)
 def _weights(scale: float, query: Array, key: Array, features: Features, pairs: Pairs) -> Array:
-    return attention_matrix(query, key, features, pairs, scale)
+    return attention_matrix(query, key, features.constant, pairs, scale)
 
 
 def explain(
@@ -434,8 +434,8 @@ def _attention(
     pairs: Pairs,
     state: State | WindowState | None,
 ) -> tuple[Array, Array | None, State | WindowState | None]:
-    x, wide = arguments(tokens, features, pairs, plan), float32_or_wider(*tokens)
-    dtype = tokens.value.dtype
+    features, wide = features.constant, float32_or_wider(*tokens)
+    x, dtype = arguments(tokens, features, pairs, plan), tokens.value.dtype
     if plan.kernel is not None:
         far = cast(State | None, _heads_first(state, wide))
         output, residual, state = parts.rows(x, features, far, plan)

@@ -124,6 +124,10 @@ class Features:
     """Coupling of the frequencies, for `calibrated` and `redrawn`; None if unknown."""
     exact: Exact = field(default=NOT_EXACT, metadata=STATIC)
     """Pairs that have e^{q.k} itself."""
+    trainable: bool = field(default=False, metadata=STATIC)
+    """True to differentiate attention with respect to the arrays here. They are constants by
+    default, so that an optimiser that sees them as parameters has no gradient for them. Weight
+    decay shrinks them nevertheless: mask it."""
 
     @classmethod
     def draw(
@@ -136,6 +140,7 @@ class Features:
         *,
         feature_map: str | FeatureMap = "positive",
         exact: Exact = NOT_EXACT,
+        trainable: bool = False,
     ) -> "Features":
         """Draw frequencies from a coupling.
 
@@ -147,6 +152,7 @@ class Features:
             num_heads: heads with a draw of their own, in shape (num_heads, m, h); None for one.
             feature_map: as the field.
             exact: as the field.
+            trainable: as the field.
 
         Raises:
             ValueError: for an unknown coupling, or sizes that it does not admit.
@@ -154,7 +160,8 @@ class Features:
         drawn = None
         if num_features:
             drawn = couplings.draw(key, coupling, num_features, head_dim, num_heads)
-        return cls(drawn, feature_map=feature_map, coupling=coupling, exact=exact)
+        static: Any = dict(feature_map=feature_map, exact=exact, trainable=trainable)
+        return cls(drawn, coupling=coupling, **static)
 
     def redrawn(self, key: PRNGKeyArray) -> "Features":
         """Return the same with a new draw of the frequencies.
@@ -209,6 +216,11 @@ class Features:
         refinement = import_module("performer.refinement")  # it calls attention, with these values
         sample = refinement.Sample.of(query, key)
         return refinement.refined(self, sample, steps=steps, is_causal=is_causal)
+
+    @property
+    def constant(self) -> "Features":
+        """The same, as constants of differentiation unless `trainable`."""
+        return self if self.trainable else jax.lax.stop_gradient(self)
 
     @property
     def map(self) -> FeatureMap:

@@ -568,7 +568,7 @@ def test_every_argument_of_attention_is_a_factor():
     assert set(OF_FEATURES) == fields - {"frequencies", "exact", "keys", "decay"}
     own = {"jit", "heads of the frequencies", "kind of mask", "batch", "dtype"}
     factors = [ARGUMENTS.get(factor, {factor}) for factor in FACTORS if factor not in own]
-    assert set().union(*factors) == arguments - {"coupling"}
+    assert set().union(*factors) == arguments - {"coupling", "trainable"}  # gradients: test_matrix
 
 
 @pytest.mark.parametrize("number", ROWS)

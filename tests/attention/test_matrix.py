@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from performer import Exact, Features, calibration
+from performer import Exact, Features, calibration, performer_attention
 from performer.analysis import attention_error
 from performer.attention import attention_weights, stream
 from performer.attention.matrix import log_products
@@ -39,13 +39,21 @@ def by_attention(features):
     return matrix_of_op(QUERY, KEY, features)
 
 
+def by_states(query, key, value, features):
+    return stream(query, key, value, features, is_causal=False)[0]
+
+
+def by_neighbours(query, key, value, features):
+    mask = jnp.ones((6, 6))  # all nodes are neighbours: attention itself
+    return masked_attention(query, key, value, features, mask)
+
+
 def by_stream(features):
-    return jnp.moveaxis(stream(QUERY, KEY, EYE, features, is_causal=False)[0], 2, 1)
+    return jnp.moveaxis(by_states(QUERY, KEY, EYE, features), 2, 1)
 
 
 def by_graph(features):
-    mask = jnp.ones((6, 6))  # all nodes are neighbours: attention itself
-    return jnp.moveaxis(masked_attention(QUERY, KEY, EYE, features, mask), 2, 1)
+    return jnp.moveaxis(by_neighbours(QUERY, KEY, EYE, features), 2, 1)
 
 
 def by_refinement(features):
@@ -95,7 +103,30 @@ REFUSED = {
 
 
 def test_every_field_has_another_value():
-    assert set(OTHER) == {x.name for x in dataclasses.fields(Features)}
+    assert {*OTHER, "trainable"} == {x.name for x in dataclasses.fields(Features)}
+
+
+@pytest.mark.parametrize("way", ["op", "stream", "graph"])
+def test_features_are_constants_unless_trainable(way):
+    """No gradient for any array of them; queries and keys have the same gradient."""
+    fitted = calibration.calibrate(QUERY, KEY + 1)
+    weights = jnp.linspace(0.1, 0.3, FREQUENCIES.shape[-2])
+    target = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 6, 6)), jnp.float32)
+    attend = {"op": performer_attention, "stream": by_states, "graph": by_neighbours}[way]
+
+    def gradients(trainable):
+        features = Features(FREQUENCIES, fitted, weights, trainable=trainable)
+
+        def loss(query, features):
+            output = attend(query, KEY, EYE, features)
+            return jnp.sum(target * jnp.moveaxis(output, 2, 1))
+
+        return jax.grad(loss, (0, 1))(QUERY, features)
+
+    (query, constant), (same, trained) = gradients(False), gradients(True)
+    assert all(not np.any(x) for x in jax.tree.leaves(constant))
+    assert all(np.any(x) for x in jax.tree.leaves(trained))
+    np.testing.assert_array_equal(query, same)
 
 
 @pytest.mark.parametrize("way", WAYS)

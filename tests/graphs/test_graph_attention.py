@@ -247,7 +247,8 @@ def test_gradients(implementation):
                 features.EstimatedKernel(phi),
                 "dense" if implementation == "dense" else "sparse",
             )
-            found = masked_attention(q, k, v, w, mask, implementation=how)
+            trained = performer.Features(w, trainable=True)
+            found = masked_attention(q, k, v, trained, mask, implementation=how)
             return jnp.sum(found * target)
 
         given = jax.jit(loss)

@@ -67,14 +67,18 @@ def far_apart(norm, t=14):
     return *(jnp.asarray(norm * x, jnp.float32) for x in unit), value, frequencies
 
 
-OF_FEATURES = ("calibration", "weights", "query_frequencies", "feature_map", "coupling")
+OF_FEATURES = (
+    *("calibration", "weights", "query_frequencies", "feature_map", "coupling"),
+    "trainable",
+)
 
 
 def by_keywords(function, query, key, value, frequencies, **keywords):
     """Call `performer_attention`, or a function like it, with fields of its values as keywords.
 
     They are the fields of `Features`, "exact_" and the fields of `Exact`, "keys" and "decay" of
-    `Bias`, and "slopes" for `alibi`; so that tests can vary one of them, or cross them.
+    `Bias`, and "slopes" for `alibi`; so that tests can vary one of them, or cross them. Features
+    are trainable, so that gradients of all arrays can be compared.
     """
     exact = {x: keywords.pop(f"exact_{x}") for x in Exact._fields if f"exact_{x}" in keywords}
     given = {x: keywords.pop(x) for x in OF_FEATURES if x in keywords}
@@ -83,9 +87,10 @@ def by_keywords(function, query, key, value, frequencies, **keywords):
     bias = Bias(keywords.pop("keys", None), keywords.pop("decay", None))
     if (slopes := keywords.pop("slopes", None)) is not None:
         bias = bias + alibi(slopes)
-    features = frequencies
-    if given or exact or frequencies is None:
-        features = unchecked(Features, frequencies=frequencies, **given, exact=Exact(**exact))
+    features, is_array = frequencies, hasattr(frequencies, "dtype")
+    if given or exact or frequencies is None or is_array:
+        given = {"trainable": True, "exact": Exact(**exact)} | given
+        features = unchecked(Features, frequencies=frequencies, **given)
     bias = {} if bias.keys is bias.decay is None else {"bias": bias}
     return function(query, key, value, features, **bias, **keywords)
 
