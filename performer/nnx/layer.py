@@ -152,7 +152,7 @@ class PerformerAttention(nnx.Module):
     @property
     def features(self) -> Features:
         """The features of the next call, for `performer_attention` and `stream`."""
-        learned = _arrays(self.learned)
+        learned: Any = _arrays(self.learned)
         return Features(
             None if self.frequencies is None else self.frequencies[...],
             self.calibration,
