@@ -16,7 +16,8 @@ Sources: VRC (norms, Sec. 3), SimRF (directions, Sec. 3). Their m frequencies ω
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -223,6 +224,10 @@ couplings, as drawn and calibrated: geometric means of 0.90 and 0.79 of the erro
 "orf-antithetic" they are 0.95 and 0.86; calibrated, that one is lower at two of the models and at
 small norms (docs, "Results")."""
 _ANTITHETIC = "-antithetic"
+_SHOWN = (
+    ", ".join(COUPLINGS).replace("orf,", "orf (of FAVOR+),", 1)
+    + f", <directions>*<norms> or module:function, each also with {_ANTITHETIC!r} appended"
+)
 Name = Literal[
     "iid",
     "orf",
@@ -254,11 +259,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def get(coupling: Name | str | Coupling) -> Coupling:
+def get(coupling: Name | str | Coupling | None = None) -> Coupling:
     """Return the coupling of that name; a coupling is returned as it is.
 
-    A name is a row of `COUPLINGS`, or "<directions>*<norms>" with rows of `DIRECTIONS` and `NORMS`;
-    "-antithetic" may be appended to either.
+    A name is a row of `COUPLINGS`, "<directions>*<norms>" with rows of `DIRECTIONS` and `NORMS`, or
+    "module:function" for one of your own; "-antithetic" may be appended to each.
 
     Raises:
         ValueError: for an unknown name (the message lists the names and the nearest match), and for
@@ -274,7 +279,9 @@ def get(coupling: Name | str | Coupling) -> Coupling:
     if callable(coupling):
         return coupling
     if not isinstance(coupling, str):
-        raise ValueError(f"coupling must be a name or a function (key, m, d), got {coupling!r}")
+        raise ValueError(
+            f"coupling must be a name or a function (key, m, d), got {coupling!r}. Names: {_SHOWN}"
+        )
     if coupling.endswith(_ANTITHETIC):
         return Antithetic(_base(coupling.removesuffix(_ANTITHETIC), coupling))
     return _base(coupling, coupling)
@@ -289,10 +296,10 @@ def _base(base: str, name: str) -> Coupling:
         blocks = {x: c for x, c in COUPLINGS.items() if isinstance(c, Blocks)}
         whole = next((x for x, c in blocks.items() if part in (c.directions, c.norms)), pair)
         raise ValueError(f"{name!r} is a part of couplings, as in {whole!r} or {pair!r}: write one")
+    if ":" in base:
+        return _imported(*base.split(":", 1))
     if base.count("*") != 1:
-        shown = ", ".join(COUPLINGS) + ", or <directions>*<norms>"
-        shown += f", each also with {_ANTITHETIC!r} appended"
-        raise ValueError(unknown("coupling", name, names(), shown))
+        raise ValueError(unknown("coupling", name, names(), _SHOWN))
     first, second = base.split("*")
     if first not in DIRECTIONS:
         raise ValueError(unknown(f"directions in coupling {name!r}:", first, DIRECTIONS))
@@ -300,6 +307,26 @@ def _base(base: str, name: str) -> Coupling:
         raise ValueError(unknown(f"norms in coupling {name!r}:", second, NORMS))
     pair = Blocks(DIRECTIONS[first], NORMS[second])
     return Padded(pair) if pair.directions in directions.HADAMARD else pair
+
+
+def _imported(module: str, function: str) -> Coupling:
+    """Return a coupling of a module that Python can import."""
+    name = f"{module}:{function}"
+    try:
+        found = getattr(import_module(module), function, None)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0] and error.name != module:
+            raise  # of the module's own imports
+        raise ValueError(
+            f"coupling {name!r}: Python cannot import {module!r}; expected 'module:function', for"
+            f" example of a file {module}.py in the folder where you start the program"
+        ) from error
+    if not callable(found):
+        raise ValueError(
+            f"coupling {name!r}: {module} has no function {function!r}; expected a function"
+            " (key, m, d) that returns (m, d) frequencies"
+        )
+    return cast(Coupling, found)
 
 
 def names() -> tuple[str, ...]:

@@ -245,7 +245,8 @@ def check_features(features: Features, tokens: Tokens) -> None:
         raise ValueError(
             f"frequencies have shape {frequencies.shape}; expected (m, {h}) for the head_dim {h},"
             f" or {' or '.join(f'({x}, m, {h})' for x in heads)} with one draw for each of the"
-            f" {' key or '.join(map(str, heads))} heads"
+            f" {' key or '.join(map(str, heads))} heads. Axes of queries are (batch, tokens, heads,"
+            " head_dim)"
         )
     given, shape = features.query_frequencies, getattr(frequencies, "shape", None)
     if given is not None and given.shape != shape:

@@ -2,6 +2,7 @@
 
 graph          `GraphAttention`: self-attention between the nodes of a graph
 layer          `PerformerAttention`, the `attention_fn` of `nnx.MultiHeadAttention`
+transformer    `Transformer`: encoder and decoder of these layers
 linearization  `linearize`: a model with exact attention -> one with random features
 """
 
@@ -16,3 +17,5 @@ with optional():
     from performer.nnx.layer import redraw as redraw
     from performer.nnx.linearization import linearize as linearize
     from performer.nnx.linearization import measure as measure
+    from performer.nnx.transformer import States as States
+    from performer.nnx.transformer import Transformer as Transformer

@@ -219,6 +219,29 @@ def test_parts_of_another_shape_are_refused(parts, message):
         couplings.Blocks(*parts)(jax.random.key(0), 8, 4)
 
 
+def test_a_coupling_of_a_module_has_a_name(tmp_path, monkeypatch):
+    """Also its antithetic version; what a module lacks is said, with the word for its place."""
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "import performer\nlattice, WIDTH = performer.couplings.get('orf'), 3\n"
+    (tmp_path / "my_module.py").write_text(text)
+    (tmp_path / "broken.py").write_text("import nobody_has_this\n")
+    key, orf = jax.random.key(0), couplings.get("orf")
+    assert couplings.get("my_module:lattice") is orf
+    got = couplings.draw(key, "my_module:lattice-antithetic", 8, 4)
+    np.testing.assert_array_equal(got, couplings.Antithetic(orf)(key, 8, 4))
+    messages = {
+        "my_module:WIDTH": "my_module has no function 'WIDTH'",
+        "nowhere:lattice": "Python cannot import 'nowhere'; .* a file nowhere.py",
+        "favor+": r"Choices: iid, orf \(of FAVOR\+\)",
+        None: "got None. Names: iid",
+    }
+    for name, message in messages.items():
+        with pytest.raises(ValueError, match=message):
+            couplings.get(name)
+    with pytest.raises(ModuleNotFoundError, match="nobody_has_this"):
+        couplings.get("broken:lattice")
+
+
 def test_a_coupling_as_an_attribute_is_explained():
     with pytest.raises(AttributeError, match=r"taken by name: performer.couplings.get\('orf'\)"):
         couplings.orf  # noqa: B018

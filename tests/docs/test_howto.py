@@ -100,6 +100,8 @@ def base(tmp_path_factory):
     write_photos(folder / "v2" / "train", LABELS, 1)
     shutil.copytree(folder / "v2" / "train", folder / "v2" / "test")
     shutil.copy(folder / "photos" / "cat" / "0.jpg", folder / "cat.jpg")
+    coupling = "opposite = performer.couplings.get('orf-antithetic')"
+    (folder / "lattices.py").write_text(f"import performer\n\n{coupling}\n")
     for split in ("train", "val"):
         write_photos(folder / "IMAGENETTE" / split, LABELS[:2], 4)
     (folder / "DIR_OF_ILSVRC2012_TARS").mkdir()

@@ -81,14 +81,18 @@ def test_the_scripts_find_programs_and_configs_from_any_folder(installed, tmp_pa
         assert f"performer-vit {name} " in shown
     (tmp_path / "photos" / "cat").mkdir(parents=True)
     (tmp_path / "photos" / "cat" / "1.jpg").write_bytes(b"")
+    (tmp_path / "work").mkdir()  # the folder of the program, not of the environment
+    (tmp_path / "work" / "lattices.py").write_text("lattice = 3")
     for name, message in {
         "digits": "ValueError: config.optim.warmup_steps=44",
-        "my_images:photos": "by performer-vit prepare --source=photos --out=data",
+        "my_images:../photos": "by performer-vit prepare --source=../photos --out=data",
+        "digits --config.attention.coupling=lattices:lattice": "has no function 'lattice'",
     }.items():
-        command = ["performer-vit", "train", f"--config={name}", "--config.num_epochs=1"]
+        given = f"--config={name}".split()
+        command = ["performer-vit", "train", *given, "--config.num_epochs=1"]
         done = subprocess.run(
             [*command, "--workdir=run", "--config.optim.warmup_steps=44"],  # the whole run
-            cwd=tmp_path,
+            cwd=tmp_path / "work",
             env=environment,
             capture_output=True,
             text=True,

@@ -106,7 +106,7 @@ def of_couplings():
     rule = quadrature.Rule(ones(8, 3), ones(8), ones())
     fast = structured.draw(KEY, 6, 3)
     return [
-        (call(couplings.get, "orff"), "did you mean 'orf'.* Choices: iid, orf, simrf, pnc, pm"),
+        (call(couplings.get, "orff"), "did you mean 'orf'.* Choices: iid, orf .*, simrf, pnc, pm"),
         (call(couplings.get, "xyz"), r"unknown coupling 'xyz'\. Choices: iid, orf"),
         (call(raw(couplings.get), 3), "must be a name or a function .* got 3"),
         (

@@ -4,6 +4,7 @@
 """
 
 import ast
+import os
 import runpy
 import shlex
 import shutil
@@ -97,7 +98,11 @@ def run(script: str, listed: dict[str, tuple[str, str]]) -> None:
 
 
 def vit() -> None:
-    """Run the console script `performer-vit`."""
+    """Run the console script `performer-vit`, with modules of the current folder, as `python -m`.
+
+    The folder is last on the path, so that no file in it takes the place of a package.
+    """
+    sys.path.append(os.getcwd())
     listed = {name.replace("_", "-"): program for name, program in programs("vit").items()}
     others = sorted(listed.keys() - set(WORK))
     run("performer-vit", {name: listed[name] for name in (*WORK, *others)})
