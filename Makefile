@@ -5,7 +5,7 @@ PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 BIN := .venv/bin
 MARKS ?= not slow
 
-.PHONY: install demo docs test test-all test-thorough test-faults test-slow test-optimised test-versions margins lint format clean
+.PHONY: install demo docs test test-all test-thorough test-faults test-slow test-optimised test-versions margins release lint format clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml
@@ -62,6 +62,10 @@ docs: .venv/docs  ## builds the documentation into docs/_build/html; all code on
 .venv/docs: .venv/installed
 	$(BIN)/pip install --quiet --group docs
 	@touch $@
+
+release: install  ## builds and checks dist/: make release REPOSITORY=https://github.com/you/performer
+	@$(BIN)/pip install --quiet --group release
+	$(BIN)/python -m tests.release "$(REPOSITORY)"
 
 lint: install
 	$(BIN)/ruff check .
