@@ -1,4 +1,4 @@
-"""A release has the repository's address wherever one belongs; the whole of it is `make release`."""
+"""A release has the repository's address wherever one belongs; `make release` runs whole."""
 
 import re
 import shutil
