@@ -38,17 +38,28 @@ def modules() -> dict[str, str]:
     """One page for each public module, by the name that users import, and a list of them."""
     top = "".join(f".. autofunction:: performer.{name}\n\n" for name in performer.__all__)
     pages = {"api/performer": f"# performer\n\n{evaluated(top)}"}
-    rows = "- [`performer`](performer.md): attention, and conversion of a trained function.\n"
+    rows = {}
     names = (*performer.MODULES, *performer.EXTRAS, "vit")
     for name in names:
         path = name if name == "vit" else f"performer.{name}"
         home = importlib.import_module(path)
         shown = "".join(automodule(part) for part in (path, *PARTS.get(path, ())))
         pages[f"api/{name}"] = f"# {path}\n\n{evaluated(shown)}"
-        rows += f"- [`{path}`]({name}.md): {(home.__doc__ or '').splitlines()[0]}\n"
+        rows[name] = f"- [`{path}`]({name}.md): {(home.__doc__ or '').splitlines()[0]}\n"
+    first = "- [`performer`](performer.md): attention, and conversion of a trained function.\n\n"
     hidden = "\n".join(("performer", *names))
     toctree = f"```{{toctree}}\n:hidden:\n\n{hidden}\n```"
-    return pages | {"api/index": f"# Modules\n\n{rows}\n{toctree}\n"}
+    return pages | {"api/index": f"# Modules\n\n{first}{grouped(rows)}{toctree}\n"}
+
+
+def grouped(rows: dict[str, str]) -> str:
+    """Return rows of modules under the headings of the docstring of `performer`."""
+    text, left = "", dict(rows)
+    for title, lines in re.findall(r"^(\w[\w ]+)\n\n((?:.+\n)+)", performer.__doc__, re.MULTILINE):
+        words = [x for line in lines.splitlines() for x in re.split(r",? +", line)[:3]]
+        own = "".join(left.pop(name) for name in words if name in left)
+        text += f"## {title}\n\n{own}\n"
+    return text + "".join(left.values()) + "\n"
 
 
 GRAPHS = sorted(path.stem for path in (ROOT / "performer" / "graphs").glob("[!_]*.py"))

@@ -1,28 +1,35 @@
 """Random-feature attention (FAVOR+) with swappable couplings of the frequencies.
 
+Attention
+
 performer_attention   softmax attention in linear time, estimated with random features
 Features    how the kernel is estimated: `Features.draw(key, "pm", num_features, head_dim)`
 Exact, Bias, alibi    exact pairs together with features; what is added to q.k
-couplings   joint laws of the frequencies, by name: `couplings.get("pm")`
-norms, directions     the two parts of a coupling
-features    feature maps whose dot products estimate a kernel
-kernels     exact kernels with their features
+nnx, linen  layers and a transformer for Flax; linearized nnx models
+linearize   a trained JAX function -> the same function with random-feature attention
+measure     its queries and keys, for several calls of `linearize`
 attention   states for streaming and for several devices; the attention matrix for inspection
 calibration   exact invariances and importance sampling that lower the error of attention
 refinement  attention transfer: frequencies, or any map, trained towards softmax attention
 analysis    error of attention on given queries and keys; the number of features that they need
-linearize   a trained JAX function -> the same function with random-feature attention
-measure     its queries and keys, for several calls of `linearize`
-nnx, linen  attention as drop-ins for Flax; linearized nnx models
-quadrature  spherical-radial rules: weighted frequencies, exact to degree three
-butterfly   random orthogonal matrices with products in O(d log d)
-structured  frequencies with products in O(m log d)
-gp          Gaussian processes, exact and with random features
+
+Frequencies and features
+
+couplings   joint laws of the frequencies, by name: `couplings.get("pm")`
+norms, directions     the two parts of a coupling
 copula      couplings of the lengths, learned by gradient
-graphs      random walks on graphs: kernels between nodes, PageRank, Gaussian processes
-sklearn     random features as a scikit-learn transformer
+features    feature maps whose dot products estimate a kernel
 theory      errors of kernel estimates by coupling, in closed form
 testing     assertions about attention functions and couplings of your own
+
+Kernel methods and graphs
+
+kernels     exact kernels with their features
+gp          Gaussian processes, exact and with random features
+quadrature  spherical-radial rules: weighted frequencies, exact to degree three
+butterfly, structured   fast products with random orthogonal matrices, and with frequencies
+graphs      random walks on graphs: kernels between nodes, PageRank, Gaussian processes
+sklearn     random features as a scikit-learn transformer
 
 Modules are imported on first use, as in `performer.gp.GaussianProcess`: programs that use only
 attention start as fast as JAX.

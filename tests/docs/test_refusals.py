@@ -37,7 +37,6 @@ from performer.graphs import (
     masked_attention,
     matching,
     pagerank,
-    stitched,
     tasks,
     walks,
 )
@@ -222,7 +221,6 @@ def of_graphs():
         (call(drawn, edge, short, p_halt=0.5), "has 2 coefficients where 1024 are .* add zeros"),
         (call(matching.learn, edge, short, p_halt=0.5), "has 2 coefficients where"),
         (call(expected, kernel=short), "has 2 coefficients where"),
-        (call(stitched.stitched, KEY, edge, short, 2, num_walks=1, p_halt=0.5), "2 coefficients"),
         (call(lengths, "antithetc", 3, 2, 0.5), "walks 'antithetc'; did you mean 'antithetic'"),
         (call(lengths, "sigma", 3, 2, 0.5), r"learned: pass couplings.sigma\(matching.learn"),
         (call(lengths, "independent", 3, 0, 0.5), "num_walks must be a positive integer, got 0"),
@@ -231,7 +229,6 @@ def of_graphs():
         (call(walk, edge, np.ones((2, 2), np.int32), steps="fast"), "'weighted', got 'fast'"),
         (call(walk, edge, np.ones((1, 2), np.int32)), r"of 2 nodes; got \(1, 2\)"),
         (call(walk, negative, np.ones((2, 2), np.int32), steps="weighted"), "needs weights >= 0"),
-        (call(stitched.stitched, KEY, edge, jnp.arange, 2, num_walks=1, p_halt=0.5), "f_0 > 0, go"),
         (call(matching.learn, edge, diffusion, p_halt=0.5, order=0), "order must be a positive"),
         (call(pagerank.power_iteration, edge, p_halt=1.0), r"in \(0, 1\), got 1.0"),
         (call(expected, kernel=diffusion, coupling="sigma"), "unknown coupling of walks 'sigma'"),

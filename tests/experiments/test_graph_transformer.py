@@ -1,4 +1,4 @@
-"""Experiments on attention between nodes, searches and stitched walks, in small."""
+"""Experiments on attention between nodes, and searches, in small."""
 
 import jax.numpy as jnp
 import numpy as np
