@@ -6,33 +6,18 @@ folder from one run, clone and worker to the next.
 """
 
 import gc
-import hashlib
 import os
-import platform
 from importlib.metadata import version
 from pathlib import Path
+
+from vit.compilation import cache_folder
 
 CACHE_LIMIT = 2 * 2**30
 """Bytes; the oldest programs go first."""
 
 
-def cache_folder() -> Path:
-    """`PERFORMER_TEST_CACHE`, or a folder of the user's for this kind of processor.
-
-    JAX's own key of a program has its text, the flags and the version of the compiler, not the
-    instructions that the processor has: a home directory may be shared by several kinds.
-    """
-    if given := os.environ.get("PERFORMER_TEST_CACHE"):
-        return Path(given)
-    info = Path("/proc/cpuinfo")
-    flags = [line for line in info.read_text().splitlines() if line.startswith(("flags", "Feat"))]
-    kind = "\n".join([platform.machine(), *flags[:1]]) if info.exists() else platform.processor()
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "performer-tests" / hashlib.sha256(kind.encode()).hexdigest()[:12]
-
-
 # Set before jax is imported, and inherited by workers and by the processes that tests start.
-CACHE = cache_folder()
+CACHE = Path(os.environ.get("PERFORMER_TEST_CACHE") or cache_folder("performer-tests"))
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 AS_FOR_USERS = bool(os.environ.get("PERFORMER_TEST_OPTIMISED"))

@@ -329,10 +329,12 @@ def main(source: Path, out: Path, name: str, **options: Any) -> None:
         return
     print(", ".join(f"{count} {split}" for split, count in counts.items()))
     config, softmax = f"my_images:{out / name}", {"config.attention.kind": "softmax"}
-    print("train on it with:")
-    print("  " + command("train", config=config, workdir=f"runs/{name}"))
-    print("or with softmax attention, as fast at these sizes, and more accurate on photographs:")
-    print("  " + command("train", config=config, workdir=f"runs/{name}_softmax", **softmax))
+    run = f"runs/{name}"
+    print("train on it with softmax attention, the faster and more accurate one at these sizes:")
+    print("  " + command("train", config=config, workdir=f"{run}_softmax", **softmax))
+    print("then convert it to random features, or train with them from the start:")
+    print("  " + command("convert", workdir=f"{run}_softmax", out=run))
+    print("  " + command("train", config=config, workdir=run))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,15 @@ from vit.run import safety
 from vit.run.loop import check_finite
 
 
-def test_the_second_signal_ends_the_process():
+def test_the_second_signal_ends_the_process(capfd):
+    """The first says at once that it was heard, and what a second one does."""
     outer = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     previous = signal.getsignal(signal.SIGINT)
     with safety.interruption() as stopping:
         assert not stopping()
         os.kill(os.getpid(), signal.SIGINT)
         assert stopping()
+        assert "a second Ctrl-C ends at once" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is previous

@@ -36,6 +36,7 @@ from typing import Any, Literal, get_args, get_origin
 from absl import app, flags, logging
 
 from performer.choices import NEAR, unknown
+from vit.compilation import keep_programs
 from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten
 from vit.run import buckets
 from vit.run.safety import lasting
@@ -64,6 +65,7 @@ def run(main: Callable[..., object], quick: Mapping[str, Any] | None = None) -> 
         logging.set_verbosity(logging.WARNING)
         try:
             positional, named = given(parameters, argv[1:], quick)
+            keep_programs()
             main(*positional, **named)
         except (ValueError, FloatingPointError, OSError) as error:
             sys.exit(f"{type(error).__name__}: {error}")

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import io
 import itertools
+import os
 import shutil
 import signal
 import sys
@@ -23,6 +24,10 @@ from vit.run import buckets, files
 
 STOPPED = 75
 """Exit code of a run stopped by a signal; the same command resumes it (EX_TEMPFAIL)."""
+STOPPING = (
+    b"\nstopping: a checkpoint is saved after this step (or compilation); a second Ctrl-C ends at"
+    b" once, without it\n"
+)
 
 _CALLS = itertools.count()  # over all runs of a process: the numbers must never fall
 
@@ -124,6 +129,7 @@ def interruption() -> Iterator[Callable[[], bool]]:
         event.set()
         if number in (signal.SIGINT, signal.SIGTERM):  # the second one ends the process
             signal.signal(number, previous[number])
+        os.write(2, STOPPING)  # not print: its buffer may be locked by the code that is interrupted
 
     numbers = [signal.SIGUSR1] if several else [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
