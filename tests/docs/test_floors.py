@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vit import config
 from vit.run import buckets, loggers
 
 FLOORS = ("performer", "vit", "experiments")
@@ -34,7 +35,7 @@ def imports(path):
 
 
 def test_imports():
-    """`vit/run` serves any task: but for the default of `runs` it knows no model of images."""
+    """`vit/run` serves any task: it imports no model, and no fields but those of the trainer."""
     graph = {name: set(imports(path)) for name, path in MODULES.items()}
     for name, path in MODULES.items():
         tops, own = {x.split(".")[0] for x in graph[name]}, name.split(".")[0]
@@ -42,11 +43,25 @@ def test_imports():
         if own == "performer":
             more = {OPTIONAL.get(path.name), OPTIONAL.get(path.parent.name)}
             assert tops <= LIBRARIES | more, name
-        if path.parent.name == "run" and path.stem != "runs":
-            assert not {"vit.model", "vit.model.classification"} & graph[name], name
+        if path.parent.name == "run" or name == "vit.task":
+            own = {"vit.model", "vit.model.classification", "vit.config.images"}
+            assert not own & graph[name], name
     lazy = {"performer", "vit"}  # their TYPE_CHECKING blocks name what they bring in later
     edges = {name: graph[name] & set(MODULES) for name in graph if name not in lazy}
     list(graphlib.TopologicalSorter(edges).static_order())
+
+
+def test_the_trainer_reads_no_fields_of_a_task():
+    """Of a config the two fields of `Batches`, the section `optim` and its own."""
+    for path in [*Path("vit/run").glob("*.py"), Path("vit/task.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            read = re.fullmatch(r"(?:self\.|run\.)?config\.(\w+(?:\.\w+)?)", ast.unparse(node))
+            if isinstance(node, ast.Attribute) and read:
+                top, _, field = read[1].partition(".")
+                of_section = {"data": config.Batches, "optim": config.Optimizer}.get(top)
+                known = hasattr(config.TrainConfig, top) or hasattr(config, top)
+                assert known, (path, read[0])
+                assert not field or hasattr(of_section, field), (path, read[0])
 
 
 WHERE = {"": "performer", "flax": "performer", "graphs": "performer", "sklearn": "performer"}

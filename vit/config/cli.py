@@ -96,8 +96,13 @@ def run(script: str, listed: dict[str, tuple[str, str]]) -> None:
         sys.exit(f"{script} {name}: {missing(error)}")
 
 
-def vit() -> None:
-    """Run the console script `performer-vit`."""
+def vit_programs() -> dict[str, tuple[str, str]]:
+    """Return the programs of `performer-vit` by name, in the order in which they are used."""
     listed = {name.replace("_", "-"): program for name, program in programs("vit").items()}
     others = sorted(listed.keys() - set(WORK))
-    run("performer-vit", {name: listed[name] for name in (*WORK, *others)})
+    return {name: listed[name] for name in (*WORK, *others)}
+
+
+def vit() -> None:
+    """Run the console script `performer-vit`."""
+    run("performer-vit", vit_programs())

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from vit.config import Config
+from vit.config import TrainConfig
 
 SMALLEST = 4096
 """Arrays with fewer elements are not split: gathering them costs more than keeping them."""
@@ -153,7 +153,7 @@ def check_same(values: dict[str, Any]) -> None:
         )
 
 
-def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
+def mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Return the mesh (data, fsdp, seq) of all devices, or of those given.
 
     The devices of "fsdp" and "seq" are of one slice of TPUs; "data" runs over all slices.
