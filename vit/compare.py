@@ -41,7 +41,8 @@ from vit import config as configs
 from vit.config import arguments
 from vit.reports import attention_report, metrics
 from vit.reports import report as reports
-from vit.run import buckets, devices, files, loop, runs
+from vit.run import devices, loop, runs
+from vit.storage import buckets, files
 from vit.study import harness, launch, statistics
 from vit.study.statistics import LEVEL, estimate
 from vit.task import description_of, opened

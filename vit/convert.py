@@ -56,8 +56,9 @@ from vit import data
 from vit.config import Block, TrainConfig, arguments
 from vit.config.cli import command
 from vit.reports import attention_report, metrics, report
-from vit.run import buckets, devices, runs, safety
+from vit.run import devices, runs
 from vit.run.steps import evaluate_model
+from vit.storage import buckets, folders
 from vit.task import Model, random_streams
 from vit.weights import conversion
 from vit.weights.conversion import Case
@@ -298,7 +299,7 @@ def convert(
     )
     for each in cases:
         configs.validate(with_case(config, each))
-    safety.check_vacant(out, "--out")
+    folders.check_vacant(out, "--out")
     run = with_window(runs.restore(workdir), max(exact_window))
     if run.task.is_causal and (exact_keys or exact_rows):
         raise ValueError("exact keys and rows are of attention to all keys: give --exact_window")
@@ -315,7 +316,7 @@ def convert(
         first = [split[i] for i in range(min(eval_images, len(split)))]
         run = run._replace(dataset=whole._replace(evaluation=first))
     records, table = [], ""
-    with safety.appearing(out, "--out") as folder, Progress() as bar:
+    with folders.appearing(out, "--out") as folder, Progress() as bar:
         runs.begin(folder, new, new_config, whole, run.task)
         total = 2 + sum(map(bool, exact_window)) + len(cases)
         progress = bar.add_task("convert", total=total)

@@ -26,7 +26,8 @@ import performer
 from vit import config as configs
 from vit import use
 from vit.config import arguments
-from vit.run import buckets, devices, files
+from vit.run import devices
+from vit.storage import buckets, files
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 

@@ -31,7 +31,8 @@ from vit.data.sources import folders
 from vit.data.sources.source import READ
 from vit.data.sources.words import check_bits
 from vit.reports import attention_report, rollout
-from vit.run import buckets, devices, files, safety
+from vit.run import devices
+from vit.storage import buckets, files, streams
 
 READERS = 8
 """Threads that decode pictures."""
@@ -188,7 +189,7 @@ def main(
             add(batch)
             number += len(batch)
             progress.update(bar, completed=number + len(bad))
-            if safety.unread() and not (csv or attention):
+            if streams.unread() and not (csv or attention):
                 break
     places = " and ".join(map(str, filter(None, [csv, attention])))
     written = f" -> {places}" if places and number else ""

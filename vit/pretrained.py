@@ -45,7 +45,8 @@ from vit import weights as published
 from vit.config import arguments, cli
 from vit.data.classes import Match, placeholders
 from vit.model import ViT
-from vit.run import buckets, devices, safety
+from vit.run import devices
+from vit.storage import buckets, folders
 from vit.weights import hub, positions, transfer
 from vit.weights.encoder import Arrays, Encoder
 
@@ -85,7 +86,7 @@ def pretrained(
     buckets.check_local(weights, "--weights=")
     if config is not None and not isinstance(config, configs.Config):
         raise ValueError(f"published weights are of ViTs, and the config is of {config.task!r}")
-    safety.check_vacant(buckets.path(workdir), "--workdir")  # before a download
+    folders.check_vacant(buckets.path(workdir), "--workdir")  # before a download
     is_name = hub.is_name(weights)
     file, origin = hub.download(str(weights)) if is_name else (weights, str(weights.resolve()))
     encoder = published.read(file)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Integer
 from vit import config as configs
 from vit.config import TrainConfig
 from vit.data import Batch, Dataset
-from vit.run import files
+from vit.storage import files
 
 Model = Any
 """An `nnx.Module`."""

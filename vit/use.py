@@ -33,7 +33,8 @@ from vit.data.classes import in_order, word
 from vit.data.sources.source import content as read
 from vit.data.sources.source import holdout
 from vit.model import classification
-from vit.run import buckets, checkpoint, loop, steps
+from vit.run import checkpoint, loop, steps
+from vit.storage import buckets
 from vit.task import description_of
 
 LARGEST = 64

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from vit import config
-from vit.run import buckets, loggers
+from vit.run import loggers
+from vit.storage import buckets
 
 FLOORS = ("performer", "vit", "experiments")
 LIBRARIES = {"performer", "jax", "numpy", "optax", "scipy", "jaxtyping", *sys.stdlib_module_names}
@@ -49,6 +50,27 @@ def test_imports():
     lazy = {"performer", "vit"}  # their TYPE_CHECKING blocks name what they bring in later
     edges = {name: graph[name] & set(MODULES) for name in graph if name not in lazy}
     list(graphlib.TopologicalSorter(edges).static_order())
+
+
+ROOMS = ("storage", "config", "data", "model", "run", "weights", "reports", "study")
+"""Folders of vit; each imports those before it."""
+UPWARDS = {
+    ("config", "data"): {"vit.config.recipe"},
+    ("run", "reports"): {"vit.run.checkpoint", "vit.run.loggers", "vit.run.loop", "vit.run.runs"}
+    | {"vit.run.steps"},
+}
+"""Files that import a later folder: the recipe reads a data set, the log is one of the reports."""
+
+
+def test_the_folders_of_vit_import_those_below_them():
+    upwards = {}
+    for name, path in MODULES.items():
+        room = name.split(".")[1] if name.startswith("vit.") else ""
+        for other in imports(path) if room in ROOMS else ():
+            top = other.split(".")[1] if other.startswith("vit.") else ""
+            if top in ROOMS and ROOMS.index(top) > ROOMS.index(room):
+                upwards.setdefault((room, top), set()).add(name)
+    assert upwards == UPWARDS
 
 
 def test_the_trainer_reads_no_fields_of_a_task():

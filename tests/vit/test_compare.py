@@ -10,7 +10,8 @@ from tests.support.small import SHALLOW, read_csv, sized, small_config
 from vit import compare, config, evaluate, train
 from vit.compare import Result, Run, Setting
 from vit.reports import metrics
-from vit.run import files, loop
+from vit.run import loop
+from vit.storage import files
 from vit.study import statistics
 
 pytestmark = pytest.mark.thorough

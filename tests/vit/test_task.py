@@ -19,7 +19,8 @@ from tests.support.pages import code
 from tests.support.small import read_csv, small_config
 from vit import config, convert, data, evaluate, train
 from vit.reports import attention_report, metrics
-from vit.run import files, runs
+from vit.run import runs
+from vit.storage import files
 from vit.weights import transfer
 
 

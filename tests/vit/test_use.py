@@ -16,7 +16,8 @@ from tests.support.small import SHALLOW, TRAINED, sized
 from vit import config, data, evaluate, use
 from vit.model import classification
 from vit.prepare import prepare
-from vit.run import files, loop, runs
+from vit.run import loop, runs
+from vit.storage import files
 from vit.task import opened
 
 _shallow = sized(SHALLOW)

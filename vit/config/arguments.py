@@ -38,8 +38,8 @@ from absl import app, flags, logging
 
 from performer.choices import NEAR, unknown
 from vit.config import Config, allowed, bundled, fields, flag_types, flatten
-from vit.run import buckets
-from vit.run.safety import lasting
+from vit.storage import buckets
+from vit.storage.streams import lasting
 
 LIBRARIES = ("absl", "jax", "orbax", "tensorflow", "grain", "array_record", "etils", "tensorstore")
 """Packages whose own flags are accepted but not listed."""
@@ -50,7 +50,7 @@ def run(main: Callable[..., object], quick: Mapping[str, Any] | None = None) -> 
     """Start a program: parse its flags, call `main`, and report a failure in one line.
 
     ValueError (bad input), FloatingPointError (divergence) and OSError end the program with exit
-    code 1, Ctrl-C with 130. A closed pipe does not end it (`vit.run.safety.lasting`).
+    code 1, Ctrl-C with 130. A closed pipe does not end it (`vit.storage.streams.lasting`).
 
     Args:
         main: its parameters are the flags.

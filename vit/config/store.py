@@ -14,7 +14,7 @@ from vit.config.cli import command
 from vit.config.images import SIZES, Config
 from vit.config.rules import check_fields
 from vit.config.tasks import definition
-from vit.run import files
+from vit.storage import files
 
 BUNDLED = Path(__file__).parents[1] / "configs"
 

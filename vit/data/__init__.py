@@ -34,7 +34,7 @@ from vit import config
 from vit.config.cli import command
 from vit.data import augment, classes
 from vit.data.sources import forms
-from vit.run import buckets, devices
+from vit.storage import buckets, machine
 
 Batch = dict[str, Any]
 """Arrays of the examples by name, NumPy or JAX; for evaluation also `mask`."""
@@ -523,7 +523,7 @@ def num_workers(requested: int, batch_bytes: int, folder: Path = SHARED) -> int:
         batch_bytes: size of a batch of this host.
         folder: folder of the shared memory.
     """
-    number = devices.cores() - 1 if requested < 0 else requested
+    number = machine.cores() - 1 if requested < 0 else requested
     if not number or not folder.is_dir():
         return number
     there = os.statvfs(folder)

@@ -104,13 +104,6 @@ def check_alone(otherwise: str = "") -> None:
         )
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def agree(value: bool) -> bool:
     """Return the value of process 0."""
     if jax.process_count() == 1:

@@ -17,7 +17,7 @@ from typing import Any
 from performer.choices import unknown
 from vit import config as configs
 from vit.reports import metrics
-from vit.run import buckets, files
+from vit.storage import buckets, files
 
 Write = Callable[[metrics.Record], object]
 """Function of a record of the log."""

@@ -19,7 +19,8 @@ import optax
 from vit import config as configs
 from vit import data
 from vit.reports import metrics
-from vit.run import buckets, checkpoint, devices, files, loggers, runs, safety, steps
+from vit.run import checkpoint, devices, loggers, runs, safety, steps
+from vit.storage import buckets, files
 from vit.task import Task, opened
 
 PROFILED = 5
@@ -201,7 +202,7 @@ def train(
     Args:
         config: config of the run, whose class declares the task.
         workdir: folder of the run; with several hosts on a shared file system or in a bucket
-            (`vit.run.buckets.path`).
+            (`vit.storage.buckets.path`).
         dataset: data set that is not opened; None for the config's.
         profile: trace `PROFILED` steps after the first line of the log into `workdir`/profile.
         log: further loggers: "tensorboard", "wandb", "mlflow".

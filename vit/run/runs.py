@@ -20,8 +20,9 @@ import performer
 from vit import config as configs
 from vit import data
 from vit.reports import metrics
-from vit.run import checkpoint, devices, files, optim, steps
+from vit.run import checkpoint, devices, optim, steps
 from vit.run.steps import Program, build, evaluated_model
+from vit.storage import files
 from vit.task import Task, description_of, opened
 
 

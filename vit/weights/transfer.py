@@ -35,7 +35,8 @@ from vit import config as configs
 from vit import data, use
 from vit.data.classes import Match, matched
 from vit.model.classification import ARCHITECTURES
-from vit.run import buckets, files, runs, safety
+from vit.run import runs
+from vit.storage import buckets, files, folders
 from vit.task import Model, Task, opened, random_streams
 from vit.weights.positions import resampled
 
@@ -145,13 +146,13 @@ def begun(
     """
     configs.validate(config)
     workdir = buckets.path(workdir)
-    safety.check_vacant(workdir, "--workdir")
+    folders.check_vacant(workdir, "--workdir")
     dataset, task = opened(config, dataset=dataset)
     data.check_apart(dataset)
     runs.rate(config, dataset)
     model = task.create(config, rngs=random_streams(config.seed))
     yield model, task, dataset
-    with safety.appearing(workdir, "--workdir") as folder:
+    with folders.appearing(workdir, "--workdir") as folder:
         files.note(folder / ORIGIN, dict(origin))
         runs.begin(folder, model, config, dataset, task)
 
