@@ -191,11 +191,15 @@ def config() -> str:
     """Every field of a config: its flag, default, meaning and range."""
     text = "# Fields of a config\n\n"
     text += "A flag sets one field, as `--config.attention.coupling=pm`; a file sets them all.\n"
-    defaults = configs.flatten(configs.Config())
-    for name, section in {"": configs.Config, **configs.SECTIONS}.items():
+    text += (
+        "These are the fields of image classification; the sections of another task are listed by\n"
+    )
+    text += "`performer-vit train --config=FILE --help`.\n"
+    defaults, kind = configs.flatten(configs.Config()), configs.Config
+    for name, section in {"": configs.TrainConfig, **configs.sections(kind)}.items():
         text += f"\n## {section.__name__}\n\n{(section.__doc__ or '').strip()}\n\n"
         text += "| field | default | meaning |\n|---|---|---|\n"
-        for path, field in configs.FIELDS.items():
+        for path, field in configs.fields(kind).items():
             if path.rpartition(".")[0] == name:
                 shown = f"{field.metadata['help']} It {field.metadata['allowed']}."
                 shown = shown.replace("|", "&#124;")

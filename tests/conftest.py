@@ -10,7 +10,7 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
-from vit.compilation import cache_folder
+from vit.storage.compilation import cache_folder
 
 CACHE_LIMIT = 2 * 2**30
 """Bytes; the oldest programs go first."""

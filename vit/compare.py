@@ -5,12 +5,13 @@
     performer-vit compare --config=digits --couplings=orf,pm \\
         --grid config.attention.num_features=16,32,64 --seeds=4 --out=results/features
 
-"softmax" stands for exact attention. All settings have the same seeds: seed s means the same
-initial parameters, order of the data and dropout in each of them. The runs are trained one after
-another, each as `vit.train` does on all devices, in `runs/SETTING/seedS`; programs are compiled
-once for all seeds of a setting. The folder receives `report.md`, `results` and `curves` (csv, png),
-`seeds.csv`, `run.json` and the runs. The same command resumes a stopped comparison; more seeds,
-couplings or values can be added.
+"softmax" stands for exact attention. A task without accuracy is compared by its loss, of which
+less is better; one without a section `attention` by --grid alone. All settings have the same seeds:
+seed s means the same initial parameters, order of the data and dropout in each of them. The runs
+are trained one after another, each as `vit.train` does on all devices, in `runs/SETTING/seedS`;
+programs are compiled once for all seeds of a setting. The folder receives `report.md`, `results`
+and `curves` (csv, png), `seeds.csv`, `run.json` and the runs. The same command resumes a stopped
+comparison; more seeds, couplings or values can be added.
 
 On several hosts each runs the same command with --distributed. When all runs are trained, the same
 command on one host, without --distributed, writes the report.
@@ -37,25 +38,24 @@ from absl import logging
 from performer.choices import unknown
 from performer.couplings import DEFAULT
 from vit import config as configs
-from vit import data
 from vit.config import arguments
-from vit.model import classification
 from vit.reports import attention_report, metrics
 from vit.reports import report as reports
-from vit.run import buckets, devices, files, loop, runs
+from vit.run import devices, loop, runs
+from vit.storage import buckets, files
 from vit.study import harness, launch, statistics
 from vit.study.statistics import LEVEL, estimate
-from vit.task import of_folder
+from vit.task import description_of, opened
 
 SOFTMAX = "softmax"
 IMAGES, DRAWS, MEASURED = 4, 4, 3
 """Images, draws and runs of the attention errors."""
 EFFECT = 0.008
 """Gain in accuracy of PM over ORF on ImageNet (Reid et al. 2025, Table 2)."""
+RATE = "_per_second"
 COUPLINGS, SEEDS = ("orf", "pm", DEFAULT), 5
 """Defaults of the command."""
 DIFFERENCES = "Differences with 95% intervals (not corrected), and a dot for each seed"
-CURVES = {"train_loss": "training loss", "eval_accuracy": "accuracy"}
 
 
 def beside_baseline(rows: list[harness.Row]) -> list[harness.Row]:
@@ -74,24 +74,33 @@ def seeds_beside(axis: Any, rows: list[harness.Row]) -> None:
         axis.plot([i + 0.15] * len(dots), dots, "o", color=harness.INK)
 
 
-FIGURES: harness.Figures = {
-    "results": dict(
-        change=beside_baseline,
-        x="{setting}",
-        y="difference to baseline",
-        error="95%",
-        line="{setting}",
-        finish=seeds_beside,
-        ylabel="difference in accuracy to the baseline",
-    ),
-    "curves": dict(x="epoch", y=CURVES, line="{setting}"),
-}
+def figures(measure: str) -> harness.Figures:
+    """Return the figures of a report, for its measure."""
+    curves = {"train_loss": "training loss", f"eval_{measure}": LABELS[measure]}
+    return {
+        "results": dict(
+            change=beside_baseline,
+            x="{setting}",
+            y="difference to baseline",
+            error="95%",
+            line="{setting}",
+            finish=seeds_beside,
+            ylabel=f"difference in {LABELS[measure]} to the baseline",
+        ),
+        "curves": dict(x="epoch", y=curves, line="{setting}"),
+    }
+
+
+LABELS = {"accuracy": "accuracy", "loss": "held-out loss"}
+"""Measures: the accuracy of a task that has one, else the loss, of which less is better."""
+FIGURES = figures("accuracy")
 
 
 class Setting(NamedTuple):
     """A compared setting: a coupling, or "softmax", at a point of the grid."""
 
     coupling: str
+    """Empty for a task without a section `attention`."""
     values: tuple[tuple[str, Any], ...] = ()
     """The other fields that are compared: (("attention.num_features", 32), ...)."""
 
@@ -108,8 +117,8 @@ class Setting(NamedTuple):
     @property
     def folder(self) -> str:
         """Name of the folder of its runs; characters with a meaning in paths are quoted."""
-        values = (f",{name}={urllib.parse.quote(str(v), safe=' +')}" for name, v in self.values)
-        return urllib.parse.quote(self.coupling, safe="+") + "".join(values)
+        values = (f"{name}={urllib.parse.quote(str(v), safe=' +')}" for name, v in self.values)
+        return ",".join(filter(None, [urllib.parse.quote(self.coupling, safe="+"), *values]))
 
 
 class Run(NamedTuple):
@@ -127,12 +136,14 @@ class Result(NamedTuple):
 
     setting: Setting
     runs: Sequence[Run]
+    measure: str = "accuracy"
+    """Key of `LABELS`."""
     attention_errors: Sequence[tuple[float, float]] = ()
     """Attention errors of the first runs, means over layers and heads; and of uniform attention."""
     baseline: Setting | None = None
     """None for the baseline itself."""
     differences: Sequence[float] = ()
-    """Accuracy less that of the baseline, of each seed that both have."""
+    """Measure minus the measure of the baseline, of each seed that both have."""
     corrected: float = np.nan
     """p-value with Holm's correction over all comparisons of the report."""
 
@@ -142,9 +153,9 @@ class Result(NamedTuple):
         return [run for run in self.runs if run.diverged is None]
 
     @property
-    def accuracy(self) -> dict[int, float]:
-        """Accuracy of the last evaluation of each sound run, by seed."""
-        return {run.seed: run.log[-1]["eval_accuracy"] for run in self.sound}
+    def measured(self) -> dict[int, float]:
+        """Measure of the last evaluation of each sound run, by seed."""
+        return {run.seed: run.log[-1][f"eval_{self.measure}"] for run in self.sound}
 
     @property
     def difference(self) -> statistics.Difference:
@@ -153,43 +164,57 @@ class Result(NamedTuple):
 
 
 def settings(
-    config: configs.Config, couplings: Sequence[str], grid: Mapping[str, Sequence[Any]]
-) -> dict[Setting, configs.Config]:
+    config: configs.TrainConfig, couplings: Sequence[str] | None, grid: Mapping[str, Sequence[Any]]
+) -> dict[Setting, configs.TrainConfig]:
     """Return the config of every coupling at every point of the grid.
 
     Raises:
-        ValueError: for couplings that are given twice, or none.
+        ValueError: for couplings that are given twice, or none; or given for a task without a
+            section `attention`, which has only the points of the grid.
     """
+    has_attention = "attention" in configs.sections(type(config))
+    if not has_attention and (couplings or not grid):
+        raise ValueError(
+            f"the task {config.task!r} has no section attention, so no --couplings: give --grid"
+        )
+    couplings = couplings if couplings is not None else COUPLINGS if has_attention else ("",)
     if len(set(couplings)) < len(couplings) or not couplings:
         raise ValueError(f"--couplings={','.join(couplings)}: name each once, and at least one")
     chosen = {}
     for point, name in itertools.product(itertools.product(*grid.values()), couplings):
         setting = Setting(name, tuple(zip(grid, point, strict=True)))
-        change = {"attention.kind": SOFTMAX}
-        if name != SOFTMAX:
+        change = {"attention.kind": SOFTMAX} if has_attention else {}
+        if name not in (SOFTMAX, ""):
             change = {"attention.kind": "performer", "attention.coupling": name}
         chosen[setting] = configs.with_values(config, dict(setting.values) | change)
     return chosen
 
 
-def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
+def parse_grid(
+    texts: Sequence[str], kind: type[configs.TrainConfig] = configs.Config
+) -> dict[str, list[Any]]:
     """Parse ["config.attention.num_features=16,32"]: {"attention.num_features": [16, 32]}.
+
+    Args:
+        texts: values of --grid.
+        kind: class of the config.
 
     Raises:
         ValueError: for a field that is none or is compared already, or values of another type.
     """
     grid: dict[str, list[Any]] = {}
+    types = configs.flag_types(kind)
     for text in texts:
         name, _, values = text.partition("=")
         field = name.removeprefix("config.")
-        if not name.startswith("config.") or field not in configs.TYPES:
-            raise ValueError(unknown("--grid", name, [f"config.{x}" for x in configs.TYPES]))
+        if not name.startswith("config.") or field not in types:
+            raise ValueError(unknown("--grid", name, [f"config.{x}" for x in types]))
         if field in grid or field in ("seed", "attention.kind", "attention.coupling"):
             raise ValueError(f"--grid {name}: give each field once; seeds and couplings have flags")
         try:
-            grid[field] = list(map(arguments.Parser(configs.TYPES[field]).parse, values.split(",")))
+            grid[field] = list(map(arguments.Parser(types[field]).parse, values.split(",")))
         except ValueError:
-            raise ValueError(f"--grid {text}: {configs.allowed(field)}") from None
+            raise ValueError(f"--grid {text}: {configs.allowed(field, kind)}") from None
     return grid
 
 
@@ -211,10 +236,10 @@ def chosen_baseline(chosen: Sequence[Setting], name: str) -> str:
 
 
 def compare(
-    config: configs.Config,
+    config: configs.TrainConfig,
     out: Path,
     *,
-    couplings: Sequence[str],
+    couplings: Sequence[str] | None,
     num_seeds: int,
     grid: Sequence[str] = (),
     baseline: str = "",
@@ -226,7 +251,8 @@ def compare(
     Args:
         config: config of all runs, except for the compared fields.
         out: folder of the report and the runs.
-        couplings: names, or "softmax".
+        couplings: names, or "softmax"; None for `COUPLINGS`, or for a task without a section
+            `attention` for none.
         num_seeds: seeds of each setting: config.seed, config.seed + 1, ...
         grid: argument of `parse_grid`.
         baseline: argument of `chosen_baseline`; with one coupling, the first point of the grid.
@@ -238,7 +264,7 @@ def compare(
     buckets.check_local(out, "--out=")
     if num_seeds < 1:
         raise ValueError(f"--seeds={num_seeds} must be at least 1")
-    fields = parse_grid(grid)
+    fields = parse_grid(grid, type(config))
     chosen = settings(config, couplings, fields)
     chosen_baseline(list(chosen), baseline)
     planned = {
@@ -255,7 +281,7 @@ def compare(
                 + "\n  ".join(different)
             )
     for each in chosen.values():
-        runs.rate(each, data.load(each.data))
+        runs.rate(each, opened(each)[0])
     lead = jax.process_index() == 0
     for number, (folder, new) in enumerate(planned.items(), 1):
         if files.noted(folder / "diverged.json"):
@@ -287,8 +313,12 @@ def of_runs(folders: Sequence[Path], out: Path, baseline: str = "") -> str:
             and seed, two of the same seed on other examples, or a baseline that is missing at a
             point.
     """
-    flat = [configs.flatten(configs.of_run(folder)) for folder in folders]
-    same = {"seed", "attention.kind", "attention.coupling", *configs.PLACEMENT}
+    all_configs = [configs.of_run(folder) for folder in folders]
+    if len(tasks := dict.fromkeys(each.task for each in all_configs)) > 1:
+        raise ValueError(f"runs of one task are compared, not of {', '.join(map(repr, tasks))}")
+    flat = list(map(configs.flatten, all_configs))
+    same = {"seed", "attention.kind", "attention.coupling"}
+    same |= configs.placement(type(all_configs[0]))
     fields = [n for n in flat[0] if n not in same and len({each[n] for each in flat}) > 1]
     return _report(folders, fields, out, baseline)
 
@@ -300,7 +330,7 @@ def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline:
     has_data_fields = any(name.startswith("data.") for name in fields)
     for folder in folders:
         config, log = configs.of_run(folder), metrics.read(folder / "metrics.jsonl")
-        data_of_run = of_folder(folder, classification.NAME).get("fingerprint of the data", "")
+        data_of_run = description_of(folder, config).get("fingerprint of the data", "")
         other, its_data = by_seed.setdefault(config.seed, (folder, data_of_run))
         if not has_data_fields and data_of_run and its_data and data_of_run != its_data:
             raise ValueError(
@@ -311,9 +341,10 @@ def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline:
         last = log[-1] if log else {}
         epoch = last.get("epoch")
         at_end = epoch and last["step"] == round(config.num_epochs * last["step"] / epoch)
-        if not diverged and not (at_end and "eval_accuracy" in last):
+        if not diverged and not (at_end and "eval_loss" in last):
             raise ValueError(f"{folder} has not ended; the command that began it resumes it")
-        coupling = SOFTMAX if config.attention.kind == SOFTMAX else config.attention.coupling
+        kind, coupling = (flat.get(f"attention.{name}", "") for name in ("kind", "coupling"))
+        coupling = SOFTMAX if kind == SOFTMAX else coupling
         setting = Setting(coupling, tuple((name, flat[name]) for name in fields))
         seeds = by_setting.setdefault(setting, {})
         if config.seed in seeds:
@@ -322,6 +353,9 @@ def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline:
         seeds[config.seed] = Run(config.seed, folder, log, diverged["step"] if diverged else None)
     baseline = chosen_baseline(list(by_setting), baseline)
     results = [Result(setting, list(seeds.values())) for setting, seeds in by_setting.items()]
+    last = [run.log[-1] for result in results for run in result.sound]
+    measure = "accuracy" if all("eval_accuracy" in record for record in last) else "loss"
+    results = [each._replace(measure=measure) for each in results]
     results = [each._replace(attention_errors=_attention_errors(each)) for each in results]
     return write(results, baseline, configs.of_run(folders[0]), out)
 
@@ -329,7 +363,8 @@ def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline:
 def _attention_errors(result: Result) -> list[tuple[float, float]]:
     """Measure the attention errors of the first runs and of uniform attention."""
     names, errors = ("attention error", "uniform attention"), []
-    for each in result.sound[:MEASURED] if result.setting.coupling != SOFTMAX else ():
+    has_features = result.setting.coupling not in (SOFTMAX, "")
+    for each in result.sound[:MEASURED] if has_features else ():
         try:
             run = runs.restore(each.folder)
             attention = run.config.attention
@@ -355,7 +390,7 @@ def compared(results: Sequence[Result], baseline: str) -> list[Result]:
     for result in results:
         other = first[result.setting.point]
         if result is not other:
-            a, b = result.accuracy, other.accuracy
+            a, b = result.measured, other.measured
             differences = [a[seed] - b[seed] for seed in a if seed in b]
             result = result._replace(baseline=other.setting, differences=differences)
         paired.append(result)
@@ -383,6 +418,7 @@ def verdict(results: Sequence[Result]) -> str:
         return f"No significant difference over {number} seeds, in {comparisons}."
     text = f"Significant differences over {number} seeds: {len(significant)} of {comparisons}."
     for word, sign in (("Better", 1), ("Worse", -1)):
+        sign *= -1 if significant[0].measure == "loss" else 1
         names = [r.setting.name for r in significant if sign * r.difference.mean > 0]
         text += f" {word} than the baseline: {'; '.join(names)}." if names else ""
     return text
@@ -390,14 +426,20 @@ def verdict(results: Sequence[Result]) -> str:
 
 def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return the table, one row for each setting."""
-    table = []
+    table, measure = [], results[0].measure
+    names = {name for result in results for run in result.sound for r in run.log for name in r}
+    rate_names = sorted(name for name in names if name.endswith(RATE))
+    noun = rate_names[0].removesuffix(RATE) if rate_names else "examples"
     for result in results:
         logs = [run.log for run in result.sound]
-        rates = [r["images_per_second"] for log in logs for r in log if "images_per_second" in r]
+        rates = [x for log in logs for r in log for name, x in r.items() if name in rate_names]
         d, against = result.difference, result.baseline is not None
         tested = against and not np.isnan(d.p_value)  # two seeds or more, of different results
         difference = f"{d.mean:+.4f}" if d.count else ""  # a seed that both have
-        needed = "" if np.isnan(d.p_value) else statistics.seeds_needed(EFFECT, d.deviation)
+        needed = {}
+        if measure == "accuracy":
+            number = "" if np.isnan(d.p_value) else statistics.seeds_needed(EFFECT, d.deviation)
+            needed = {f"seeds needed for {EFFECT:+.3f}": str(number)}
         exact = "exact" if result.setting.coupling == SOFTMAX else ""
         errors = [estimate(each) for each in zip(*result.attention_errors, strict=True)]
         error, uniform = errors or (exact, "")
@@ -405,16 +447,16 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
             {
                 "setting": result.setting.name,
                 "seeds": len(result.sound),
-                "accuracy": estimate(list(result.accuracy.values())),
+                measure: estimate(list(result.measured.values())),
                 "difference to baseline": "baseline" if not against else difference,
                 "95% interval": f"{d.low:+.4f} to {d.high:+.4f}" if tested else "",
                 "of seeds": " ".join(f"{x:+.4f}" for x in result.differences),
                 "corrected p": f"{result.corrected:.2g}" if tested else "",
-                f"seeds needed for {EFFECT:+.3f}": str(needed),
+                **needed,
                 "attention error": error,
                 "of uniform attention": uniform,
                 "seconds, all seeds": f"{sum(log[-1]['seconds'] for log in logs):.0f}",
-                "images/s": f"{np.median(rates or np.nan):,.0f}",
+                f"{noun}/s": f"{np.median(rates or np.nan):,.0f}",
             }
         )
     return table
@@ -427,7 +469,7 @@ def curves(results: Sequence[Result]) -> list[harness.Row]:
         logs = [{r["epoch"]: r for r in run.log} for run in result.sound]
         for epoch in sorted(set.intersection(*map(set, logs))):
             row: harness.Row = {"setting": result.setting.name, "epoch": epoch}
-            for key in CURVES:
+            for key in ("train_loss", f"eval_{result.measure}"):
                 row |= {key: "", f"{key} ±": ""}
                 if all(key in log[epoch] for log in logs):
                     pair = statistics.mean_and_error([log[epoch][key] for log in logs])
@@ -449,7 +491,7 @@ def seeds(results: Sequence[Result], out: Path) -> list[dict[str, Any]]:
     ]
 
 
-def write(results: Sequence[Result], baseline: str, config: configs.Config, out: Path) -> str:
+def write(results: Sequence[Result], baseline: str, config: configs.TrainConfig, out: Path) -> str:
     """Write report.md, results and curves (csv, png) and seeds.csv; return report.md.
 
     Args:
@@ -458,13 +500,14 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
         config: config of the first run.
         out: the folder.
     """
-    results = compared(results, baseline)
+    results, measure = compared(results, baseline), results[0].measure
+    drawn = figures(measure)
     tables = {"results": rows(results), "curves": curves(results), "seeds": seeds(results, out)}
     table, *_ = [reports.table(lines, out / name) for name, lines in tables.items()]
     if any(result.baseline for result in results):
-        named: Any = {"ylabel": f"difference in accuracy to {baseline}"}
-        harness.figure(out / "results", **FIGURES["results"] | named)
-    harness.figure(out / "curves", **FIGURES["curves"])
+        named: Any = {"ylabel": f"difference in {LABELS[measure]} to {baseline or 'the first'}"}
+        harness.figure(out / "results", **drawn["results"] | named)
+    harness.figure(out / "curves", **drawn["curves"])
     point = "first" if len({r.setting.coupling for r in results}) == 1 else "same"
     diverged = "; ".join(
         f"{r.setting.name}, seed {run.seed}, after step {run.diverged}"
@@ -475,10 +518,11 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
     values = {f"config.{name}": repr(value) for name, value in configs.flatten(config).items()}
     lines = [
         f"# Comparison\n\n**{reports.plain(verdict(results))}**\n\n{table}",
-        f"Accuracy on {reports.plain(repr(config.data.eval_split))}: mean ± standard error."
-        f" Differences are paired by seed, to {baseline!r} at the {point} point; p-values are those"
-        " of paired t-tests with Holm's correction. The seeds needed give 80% power for the gain"
-        f" of PM over ORF in Reid et al. 2025, by one such test at level {LEVEL}. Attention error:"
+        f"{measure.capitalize()} on {reports.plain(repr(config.data.split))}: mean ± standard"
+        f" error. Differences are paired by seed, to {baseline or 'the baseline'!r} at the {point}"
+        " point; p-values are those of paired t-tests with Holm's correction."
+        + f" The seeds needed give 80% power for the gain of PM over ORF in Reid et al. 2025, by"
+        f" one such test at level {LEVEL}." * (measure == "accuracy") + " Attention error:"
         " of the trained layers, relative to exact attention, mean over layers and heads of the"
         " first seeds; next to it the error of uniform attention, the mean of all values."
         " `seeds.csv` has the result and the folder of each run.\n",
@@ -495,9 +539,10 @@ def write(results: Sequence[Result], baseline: str, config: configs.Config, out:
 
 def main(
     *runs: Path,
-    config: configs.Config | None = None,
+    config: configs.TrainConfig | None = None,
+    task: str = "",
     out: Path = Path("results/compare"),
-    couplings: Sequence[str] = COUPLINGS,
+    couplings: Sequence[str] | None = None,
     seeds: int = SEEDS,
     grid: list[str] = [],  # noqa: B006
     baseline: str = "",
@@ -508,16 +553,17 @@ def main(
     Args:
         runs: folders of finished runs to report on; trains nothing.
         out: folder of the report and the runs.
-        couplings: names, or "softmax".
+        couplings: names, or "softmax"; by default orf, pm and pm-antithetic.
         seeds: number of seeds of each setting.
         grid: config.FIELD=VALUE,VALUE; may be repeated.
         baseline: coupling that the others are compared with.
     """
     logging.set_verbosity(logging.FATAL)
+    configs.use(task)
     devices.join(hosts)
     if (config is None) == (not runs):
         raise ValueError("give --config=... to train runs, or the folders of finished ones")
-    if runs and (tuple(couplings), seeds, grid) != (COUPLINGS, SEEDS, []):
+    if runs and (couplings, seeds, grid) != (None, SEEDS, []):
         raise ValueError(
             "--couplings, --seeds and --grid choose the runs to train: for a report on finished"
             " runs give their folders alone"

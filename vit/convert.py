@@ -31,7 +31,7 @@ all keys for the class token. --tolerance=0.1 is the largest attention error of 
 stays exact; numbers that are given are then limits. With a tolerance layers are replaced also where
 it is no faster. --time=none is for a run that is used on another device: nothing is timed.
 
-A run of another task is converted by the command of its task. Its loss is reported if it has no
+--task=MODULE converts a run of another task than images. Its loss is reported if it has no
 accuracy, and with it the task's measures loss_..., such as the loss of the second half of a text.
 Causal layers have windows in the place of exact keys and rows.
 """
@@ -53,12 +53,13 @@ from rich.progress import Progress
 from performer import couplings
 from vit import config as configs
 from vit import data
-from vit.config import Block, Config, arguments
+from vit.config import Block, TrainConfig, arguments
 from vit.config.cli import command
-from vit.reports import metrics, report
-from vit.run import buckets, devices, runs, safety
+from vit.reports import attention_report, metrics, report
+from vit.run import devices, runs
 from vit.run.steps import evaluate_model
-from vit.task import SUBJECTS, Model, of_folder, random_streams
+from vit.storage import buckets, folders
+from vit.task import Model, random_streams
 from vit.weights import conversion
 from vit.weights.conversion import Case
 
@@ -167,7 +168,7 @@ def cases_of(
     return list(itertools.starmap(case, product)), chosen
 
 
-def with_case(config: Config, case: Case) -> Config:
+def with_case(config: Any, case: Case) -> Any:
     """Return the config of a run with the attention of a case."""
     fields: Any = {name: x for name, x in case.block._asdict().items() if name != "transferred"}
     return dataclasses.replace(
@@ -175,9 +176,17 @@ def with_case(config: Config, case: Case) -> Config:
     )
 
 
+def with_window(run: runs.Restored, exact_window: int) -> runs.Restored:
+    """Return a run with another `config.attention.exact_window`."""
+    config = configs.with_values(run.config, {"attention.exact_window": exact_window})
+    configs.validate(config)
+    program = runs.program(config, run.dataset, run.task, run.mesh)
+    return run._replace(config=config, program=program)
+
+
 def converted_config(
     run: runs.Restored, case: Case, new: Model, num_epochs: float, learning_rate: float
-) -> Config:
+) -> TrainConfig:
     """Return the config of the converted run, with the records of blocks that are not the case's.
 
     Args:
@@ -207,6 +216,7 @@ def convert(
     workdir: Path,
     out: Path | None = None,
     *,
+    task: str = "",
     coupling: Sequence[str] = (couplings.DEFAULT,),
     calibration: str = "full",
     num_features: Sequence[int] = (),
@@ -228,6 +238,7 @@ def convert(
     Args:
         workdir: folder of a run with softmax attention.
         out: folder of the report and the converted run; WORKDIR-performer if none.
+        task: module or file that defines the task of the run, if it is not one of vit.
         coupling: couplings to compare (`performer.couplings.names()`); the first is the
             converted run's.
         calibration: shift, shift+scale or full (`performer.calibration`); "none" is always
@@ -256,9 +267,10 @@ def convert(
             or calibration is unknown, a coupling does not admit a size, or `out` is not empty.
         vit.run.checkpoint.SaveError: if the run cannot be written.
     """
+    configs.use(task)
     out = out or buckets.path(f"{workdir}-performer")
-    of_folder(workdir, *SUBJECTS)
     config = configs.of_run(workdir)
+    attention_report.check_attention(workdir, config)
     if config.attention.kind != "softmax":
         raise ValueError(
             f"{workdir} was trained with config.attention.kind={config.attention.kind!r}; only a"
@@ -287,8 +299,8 @@ def convert(
     )
     for each in cases:
         configs.validate(with_case(config, each))
-    safety.check_vacant(out, "--out")
-    run = runs.restore(workdir).with_window(max(exact_window))
+    folders.check_vacant(out, "--out")
+    run = with_window(runs.restore(workdir), max(exact_window))
     if run.task.is_causal and (exact_keys or exact_rows):
         raise ValueError("exact keys and rows are of attention to all keys: give --exact_window")
     model = run.model()
@@ -304,7 +316,7 @@ def convert(
         first = [split[i] for i in range(min(eval_images, len(split)))]
         run = run._replace(dataset=whole._replace(evaluation=first))
     records, table = [], ""
-    with safety.appearing(out, "--out") as folder, Progress() as bar:
+    with folders.appearing(out, "--out") as folder, Progress() as bar:
         runs.begin(folder, new, new_config, whole, run.task)
         total = 2 + sum(map(bool, exact_window)) + len(cases)
         progress = bar.add_task("convert", total=total)
@@ -331,7 +343,8 @@ def main(workdir: Path, out: Path | None, images: int, **options: Any) -> None:
     for number, block in enumerate(configs.of_run(out).attention.blocks):
         print(f"block {number}: {block.text}")
     print(f"The report and the converted run are in {out}.")
-    print(f"next: {command('train', workdir=out)}")
+    given = {"task": options["task"]} if options["task"] else {}
+    print(f"next: {command('train', workdir=out, **given)}")
 
 
 if __name__ == "__main__":

@@ -34,17 +34,15 @@ from vit.config import arguments
 from vit.data.classes import Match
 from vit.model import classification
 from vit.reports import metrics
-from vit.reports.attention_report import report_attention
+from vit.reports.attention_report import check_attention, report_attention
 from vit.reports.class_report import report_classes
 from vit.run import devices, runs
 from vit.run.steps import evaluate, evaluate_model
-from vit.task import Task
 
 
 def evaluate_run(
     workdir: Path,
     dataset: data.Dataset | None = None,
-    task: Task | None = None,
     step: int | str | None = None,
 ) -> metrics.Record:
     """Evaluate a checkpoint of a run on its evaluation split.
@@ -52,7 +50,6 @@ def evaluate_run(
     Args:
         workdir: folder of the run.
         dataset: as in `runs.restore`.
-        task: as in `runs.restore`.
         step: as in `runs.restore`.
 
     Returns:
@@ -62,7 +59,7 @@ def evaluate_run(
     Raises:
         ValueError: as `runs.restore`.
     """
-    run = runs.restore(workdir, dataset, task, step)
+    run = runs.restore(workdir, dataset, step)
     count = partial(run.program.evaluate, run.state)
     return {"step": run.step, **evaluate(run.task, count, run.batches())}
 
@@ -91,7 +88,9 @@ def evaluate_on(
             run does not have.
     """
     alone = {"fsdp": 1, "seq": 1, "optim.accumulate": 1}
-    config = configs.with_values(configs.of_run(workdir), alone | dict(fields))
+    config = configs.of_run(workdir)
+    classification.check_images(workdir, config)
+    config = configs.with_values(config, alone | dict(fields))
     configs.check_fields(config)
     mesh = devices.mesh(config)
     trained = use.load(workdir, step, sharding=devices.everywhere(mesh))
@@ -107,7 +106,8 @@ def evaluate_on(
         raise ValueError(message) from error
     dataset = dataset._replace(channels=trained.channels)
     dataset = data.with_classes(dataset, trained.class_names, match)
-    task = classification.task(dataset.num_classes, dataset.channels, config.optim.loss)
+    sizes = dataset.num_classes, dataset.channels
+    task = classification.task(*sizes, config.optim.loss, config.task)
     batches = runs.eval_batches(dataset, config, mesh)
     record = evaluate_model(task, trained.model, batches)
     return {"step": trained.step, **record}
@@ -115,6 +115,7 @@ def evaluate_on(
 
 def main(
     workdir: Path,
+    task: str = "",
     step: str | None = None,
     report: Literal["attention", "classes"] | None = None,
     split: str | None = None,
@@ -143,9 +144,14 @@ def main(
         )
     if match == "number" and not fields:
         raise ValueError("--match=number is for another data set: give --name and --data_dir")
+    configs.use(task)
     devices.join(hosts)
     if report and jax.process_count() > 1:
         raise ValueError(f"--report={report} requires a single process")
+    if report == "attention":
+        check_attention(workdir, configs.of_run(workdir))
+    elif report == "classes":
+        classification.check_images(workdir, configs.of_run(workdir))
     if jax.process_index() == 0:
         print(f"loading {workdir} and compiling its evaluation", file=sys.stderr)
     if fields:

@@ -23,9 +23,11 @@ from jax.export import Exported, symbolic_shape
 from jaxtyping import Array, Float, UInt8
 
 import performer
+from vit import config as configs
 from vit import use
 from vit.config import arguments
-from vit.run import buckets, devices, files
+from vit.run import devices
+from vit.storage import buckets, files
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 
@@ -120,13 +122,14 @@ def described(trained: use.Trained, program: Exported) -> dict[str, Any]:
     }
 
 
-def main(workdir: Path, out: Path, step: str | None = None) -> None:
+def main(workdir: Path, out: Path, task: str = "", step: str | None = None) -> None:
     """Run the command.
 
     Args:
         out: program to write, as photos.stablehlo.
     """
     devices.check_alone()
+    configs.use(task)
     about = description(out)
     print(f"loading {workdir} and lowering it for {', '.join(PLATFORMS)}", file=sys.stderr)
     loader = export(use.load(workdir, step), out)

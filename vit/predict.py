@@ -24,13 +24,15 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from vit import config as configs
 from vit import use
 from vit.config import arguments, cli
 from vit.data.sources import folders
 from vit.data.sources.source import READ
 from vit.data.sources.words import check_bits
-from vit.reports import rollout
-from vit.run import buckets, devices, files, safety
+from vit.reports import attention_report, rollout
+from vit.run import devices
+from vit.storage import buckets, files, streams
 
 READERS = 8
 """Threads that decode pictures."""
@@ -137,6 +139,7 @@ def table(path: Path, top: int) -> Iterator[Callable[[Sequence[Predicted]], None
 def main(
     *paths: Path,
     workdir: Path,
+    task: str = "",
     step: str | None = None,
     top: int = 5,
     csv: Path | None = None,
@@ -153,6 +156,7 @@ def main(
     """
     number, bad = 0, []
     devices.check_alone()
+    configs.use(task)
     check_bits(bits)
     if top < 1:
         raise ValueError(f"--top={top} must be at least 1")
@@ -160,6 +164,8 @@ def main(
         buckets.check_local(csv, "--csv=")
     if csv and csv.exists():
         raise ValueError(f"--csv={csv} exists already: remove it or choose another name")
+    if attention:
+        attention_report.check_attention(workdir, configs.of_run(workdir))
     files = pictures(paths)
     print(f"loading {workdir} and compiling the model", file=sys.stderr)
     model = use.load(workdir, step)
@@ -183,7 +189,7 @@ def main(
             add(batch)
             number += len(batch)
             progress.update(bar, completed=number + len(bad))
-            if safety.unread() and not (csv or attention):
+            if streams.unread() and not (csv or attention):
                 break
     places = " and ".join(map(str, filter(None, [csv, attention])))
     written = f" -> {places}" if places and number else ""

@@ -60,7 +60,7 @@ from vit.data import augment
 from vit.data.sources import folders, forms, ilsvrc2012
 from vit.data.sources.source import Example, Source, with_validation
 from vit.data.sources.words import NONE, Words
-from vit.run import buckets, devices
+from vit.storage import buckets, machine
 
 VERSION = "1.0.0"
 VALIDATION = 0.1
@@ -229,7 +229,7 @@ def encoded(
     a few ahead.
     """
     waiting: collections.deque[tuple[Example, Callable[[], bytes]]] = collections.deque()
-    cores = devices.cores()
+    cores = machine.cores()
     with ThreadPoolExecutor(cores) as pool:
         for example in examples:
             try:

@@ -45,7 +45,8 @@ from vit import weights as published
 from vit.config import arguments, cli
 from vit.data.classes import Match, placeholders
 from vit.model import ViT
-from vit.run import buckets, devices, runs, safety
+from vit.run import devices
+from vit.storage import buckets, folders
 from vit.weights import hub, positions, transfer
 from vit.weights.encoder import Arrays, Encoder
 
@@ -61,7 +62,7 @@ IMAGE_SIZE = 224
 
 
 def pretrained(
-    weights: Path, config: configs.Config | None, workdir: Path, match: Match = "name"
+    weights: Path, config: configs.TrainConfig | None, workdir: Path, match: Match = "name"
 ) -> list[str]:
     """Make the run and return lines on what was read and what was not loaded.
 
@@ -83,13 +84,15 @@ def pretrained(
         OSError: if the run cannot be written, as on a full disk.
     """
     buckets.check_local(weights, "--weights=")
-    safety.check_vacant(buckets.path(workdir), "--workdir")  # before a download
+    if config is not None and not isinstance(config, configs.Config):
+        raise ValueError(f"published weights are of ViTs, and the config is of {config.task!r}")
+    folders.check_vacant(buckets.path(workdir), "--workdir")  # before a download
     is_name = hub.is_name(weights)
     file, origin = hub.download(str(weights)) if is_name else (weights, str(weights.resolve()))
     encoder = published.read(file)
     dataset = _no_data(encoder) if config is None else None
     new = of_encoder(config, encoder)
-    runs.check_learned(new)
+    new.check_new()
     with transfer.begun(new, workdir, {"weights": origin}, dataset) as (model, _, dataset):
         named, lines = fitted(encoder, model, dataset, match)
         lines += resizing(encoder, new.data)

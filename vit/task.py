@@ -1,12 +1,13 @@
 """Task: the model, loss and measures of a run as one value.
 
-`vit.model.classification.task` classifies images. Another task is a `Task` of functions, passed
-with its data set to `vit.run.loop.train`:
+A task is declared by the class of its config (`vit.config.TrainConfig`), whose sections are its
+fields, and by a function that opens its data and returns a `Task` of functions:
 
-    train(config, workdir, data.in_memory(records, held_out), Task(create, loss, count))
+    vit.config.define(Config, opened)       # opened(config, described, dataset=None)
+    vit.run.loop.train(Config(), workdir)
 
-Use functions of a module, or results of a cached function: tasks are then equal, and their programs
-are compiled once in a process.
+`vit.model.classification` classifies images. Use functions of a module, or results of a cached
+function: tasks are then equal, and their programs are compiled once in a process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from vit.config import Config
+from vit import config as configs
+from vit.config import TrainConfig
 from vit.data import Batch, Dataset
-from vit.run import files
+from vit.storage import files
 
 Model = Any
 """An `nnx.Module`."""
@@ -32,7 +34,7 @@ Triple = tuple[Float[Array, "b s n h"], Float[Array, "b s n h"], Float[Array, "b
 """Queries, keys and values of an attention layer."""
 
 
-def whole_batch(config: Config, key: Array, batch: Batch) -> Batch:
+def whole_batch(config: TrainConfig, key: Array, batch: Batch) -> Batch:
     """Return the batch."""
     return batch
 
@@ -45,8 +47,8 @@ def means(totals: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def no_attention(*_: Any) -> Any:
     """Raise ValueError: reports require the attention layers."""
     raise ValueError(
-        "the task of this run does not define its attention layers: give its vit.task.Task the"
-        " functions `layers` and `projections`"
+        "the model of this run has no attention layers, or its task does not define them: give its"
+        " vit.task.Task the functions `layers` and `projections`"
     )
 
 
@@ -56,10 +58,6 @@ def no_distances(*_: Any) -> Any:
         "config.optim.layer_decay must be 1.0: the task of this run does not define the distances"
         " of its parameters from the output (vit.task.Task.distances)"
     )
-
-
-class NoSettings(NamedTuple):
-    """Settings of a task that has none but the config."""
 
 
 class Task(NamedTuple):
@@ -74,10 +72,10 @@ class Task(NamedTuple):
     results: Callable[[Mapping[str, np.ndarray]], dict[str, Any]] = means
     """Totals of `count` over a split, and `examples`, their number -> "eval_NAME" in the log; one
     must be "loss"."""
-    examples: Callable[[Config, Array, Batch], Any] = whole_batch
+    examples: Callable[[Any, Array, Batch], Any] = whole_batch
     """(config, key of the step, batch) -> arrays of as many rows, the input of `loss`. It receives
     the whole batch, before `config.optim.accumulate` splits it."""
-    operations: Callable[[Config], float] | None = None
+    operations: Callable[[Any], float] | None = None
     """Operations of the forward pass for one example; None if not known."""
     layers: Callable[[Model], Sequence[Any]] = no_attention
     """Attention layers of the model in order, as `nnx.MultiHeadAttention`: their `attention_fn` can
@@ -91,13 +89,6 @@ class Task(NamedTuple):
     `config.optim.layer_decay`."""
     noun: str = "example"
     """Noun for a row of a batch."""
-    name: str = ""
-    """Name in the `task.json` of its runs, the key of `SUBJECTS`."""
-    settings: Any = NoSettings()
-    """NamedTuple of numbers and words that are not in the config. They are saved in `task.json`; a
-    run cannot be resumed with others."""
-    command: str = ""
-    """Command that serves its runs, named by the errors of other commands."""
 
     @property
     def rate(self) -> str:
@@ -105,10 +96,21 @@ class Task(NamedTuple):
         return f"{self.noun}s_per_second"
 
 
-SUBJECTS: dict[str, Callable[[Config, dict[str, Any]], tuple[Dataset, Task]]] = {}
-"""Functions (config of a run, content of its `task.json`) -> data set and task, by task name.
+def opened(
+    config: TrainConfig, workdir: Path | None = None, dataset: Dataset | None = None
+) -> tuple[Dataset, Task]:
+    """Return the data set and the task of a run.
 
-The content is {} for a new run. The module of a task adds its function when it is imported."""
+    Args:
+        config: config of the run.
+        workdir: folder of the run; None for a new one.
+        dataset: data set that is not opened; None for the config's.
+
+    Raises:
+        ValueError: if the task is not defined, or as its function.
+    """
+    described = description_of(workdir, config) if workdir else {}
+    return configs.definition(config.task).open(config, described, dataset)
 
 
 class Described(dict[str, Any]):
@@ -118,27 +120,25 @@ class Described(dict[str, Any]):
         raise ValueError(f"task.json lacks {name!r}: it was changed, or is of another version")
 
 
-def of_folder(workdir: Path, *names: str) -> Described:
+def description_of(workdir: Path, config: TrainConfig) -> Described:
     """Return the content of the folder's `task.json`; {} for none.
 
     Args:
         workdir: folder of a run.
-        names: supported tasks.
+        config: its config.
 
     Raises:
-        ValueError: for a run of another task (the message names the command for it), or for values
-            of other types.
+        ValueError: if the folder is of another task than the config, or for values of other types.
     """
     described = Described(files.noted(workdir / "task.json") or {})
-    for key, kind in {"class_names": list, "channels": int, "settings": dict}.items():
+    for key, kind in {"class_names": list, "channels": int}.items():
         if not isinstance(described.get(key, kind()), kind):
             raise ValueError(f"{workdir / 'task.json'}: {key!r} must be a {kind.__name__}")
-    name = described.get("task")
-    if described and name not in names:
-        held = f"the task {name!r}" if name else "a task without a name"
-        serves = described.get("command") or "vit.run.runs.restore(workdir, dataset, task)"
+    if described and described.get("task") != config.task:
         raise ValueError(
-            f"{workdir} holds a run of {held}, not of {' or '.join(map(repr, names))}: use {serves}"
+            f"{workdir} holds a run of the task {described.get('task')!r}, and the config is of"
+            f" {config.task!r}: choose another --workdir. To convert a run of an earlier version,"
+            ' write "task" and the sections of its task into config.json, and "task" into task.json'
         )
     return described
 

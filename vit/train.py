@@ -24,18 +24,18 @@ from vit import config as configs
 from vit.config import arguments
 from vit.config.cli import command
 from vit.data.classes import Match
-from vit.model import classification
+from vit.model.classification import ARCHITECTURES
 from vit.reports import metrics
 from vit.run import devices, loggers
 from vit.run import dry_run as dry
 from vit.run.loop import train
-from vit.task import SUBJECTS, of_folder
 from vit.weights import transfer
 
 
 def main(
-    config: configs.Config | None = None,
+    config: configs.TrainConfig | None = None,
     workdir: Path | None = None,
+    task: str = "",
     dry_run: bool = False,
     topology: str = "",
     data_size: Sequence[int] = (),
@@ -65,13 +65,14 @@ def main(
         if not (config and dry_run):
             sys.exit("--workdir is missing: folder of the run; created if missing")
         workdir = Path("none")  # a dry run needs no folder
-    of_folder(workdir, *SUBJECTS)
+    configs.use(task)
     devices.join(hosts)
     if init_from and config is None and not (workdir / "config.json").exists():
         raise ValueError(f"--init_from={init_from} starts a new run: give its --config")
     config = config or configs.of_run(workdir)
+    assert config
     if dry_run:
-        plan = dry.plan(config, topology, dry.dataset(config, topology, data_size))
+        plan = dry.plan(config, topology, data_size)
         print(dry.text(plan))
         sys.exit(plan["fits"] is False)
     loggers.check(log)
@@ -81,11 +82,11 @@ def main(
     record = train(config, workdir, profile=profile, log=log)
     if jax.process_index() == 0:
         print(
-            f"{config.data.eval_split} {metrics.results(record)}"
+            f"{config.data.split} {metrics.results(record)}"
             f" ({record['eval_examples']} examples) after {record['epoch']:g} epochs,"
             f" {record['seconds']:.0f} s; the run is in {workdir}"
         )
-        if of_folder(workdir, *SUBJECTS).get("task") == classification.NAME:
+        if config.task in ARCHITECTURES:
             print(f"on other pictures: {command('predict', workdir=workdir)} FILE_OR_FOLDER ...")
 
 

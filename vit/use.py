@@ -32,9 +32,10 @@ from vit.data import augment
 from vit.data.classes import in_order, word
 from vit.data.sources.source import content as read
 from vit.data.sources.source import holdout
-from vit.model import ViT, classification
-from vit.run import buckets, checkpoint, loop, steps
-from vit.task import of_folder
+from vit.model import classification
+from vit.run import checkpoint, loop, steps
+from vit.storage import buckets
+from vit.task import description_of
 
 LARGEST = 64
 """Maximum number of images per batch."""
@@ -69,23 +70,18 @@ class Trained:
     """Trained model of a run, as returned by `load`."""
 
     workdir: Path
-    config: configs.Config
+    config: Any
     step: int
     class_names: tuple[str, ...]
     channels: int
-    model: ViT
+    model: Any
     """Model in evaluation mode, with the running mean of the parameters if the run keeps one."""
 
     def __repr__(self) -> str:
         """Run, step, architecture, input and output in one line."""
-        model, attention = self.config.model, self.config.attention
         side = self.config.data.image_size
-        size = ", ".join(f"{name} {n}" for name, n in model.size._asdict().items())
-        features = f", {attention.coupling}, m = {attention.num_features}"
-        features *= attention.kind == "performer"
         return (
-            f"Trained({str(self.workdir)!r} at step {self.step}: ViT {model.variant} ({size}),"
-            f" {attention.kind} attention{features},"
+            f"Trained({str(self.workdir)!r} at step {self.step}: {self.config.summary},"
             f" {side} x {side} x {self.channels} -> {len(self.class_names)} classes)"
         )
 
@@ -179,11 +175,12 @@ def load(
     workdir = buckets.path(workdir)
     config = configs.of_run(workdir)
     configs.validate(config)
-    described = of_folder(workdir, classification.NAME)
+    classification.check_images(workdir, config)
+    described = description_of(workdir, config)
     if not described:
         raise ValueError(f"{workdir} has no task.json, which names the classes")
     class_names, channels = tuple(described["class_names"]), described["channels"]
-    task = classification.task(len(class_names), channels, config.optim.loss)
+    task = classification.task(len(class_names), channels, config.optim.loss, config.task)
     graph, arrays = steps.shapes(config, task)
     place = sharding or SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(
@@ -237,7 +234,7 @@ def upright(content: bytes) -> Any:
 
 
 @nnx.jit
-def _outputs(model: ViT, images: Any) -> tuple[Any, Any]:
+def _outputs(model: Any, images: Any) -> tuple[Any, Any]:
     logits, intermediates = model(images)
     return logits, intermediates["pooled"].astype(logits.dtype)
 
@@ -247,7 +244,7 @@ def fit(
     labels: Any,
     *,
     workdir: str | os.PathLike,
-    config: configs.Config | str | None = None,
+    config: Any = None,
     values: Mapping[str, Any] | None = None,
     evaluation: float | Sequence[Any] = 0.1,
 ) -> Trained:
@@ -278,14 +275,15 @@ def fit(
         raise ValueError(f"all labels are {class_names[0]!r}: there is nothing to classify")
     channels = max(record["image"].shape[-1] for record in records)
     side = int(median(min(record["image"].shape[:2]) for record in records))
+    config = configs.bundled(config) if isinstance(config, str) else config
     given = {**(values or {}), "data.name": data.ARRAYS, "data.dir": "", "data.num_workers": 0}
+    fields = configs.flag_types(type(config) if config else configs.Config)
     for name in given:
-        if name not in configs.TYPES:
-            raise ValueError(unknown("field of the config", name, tuple(configs.TYPES)))
+        if name not in fields:
+            raise ValueError(unknown("field of the config", name, tuple(fields)))
     if config is None:
         config = recipe.for_images(len(records), len(class_names), side, channels, given)
     else:
-        config = configs.bundled(config) if isinstance(config, str) else config
         config = config.overridden(given)
     if not isinstance(evaluation, int | float) and len(evaluation) == 2:
         held_out, _ = examples(evaluation[0], evaluation[1], class_names)

@@ -1,8 +1,9 @@
-"""The commands of the language model by their names, vit's among them; alone it lists them."""
+"""The commands of vit, with the task of the language model, and `generate`."""
 
-from experiments.language_model import task
+from experiments.language_model.task import Config
 from vit.config import cli
 
-vit = cli.programs("vit")
-shared = {"convert": vit["convert"], "evaluate": vit["evaluate"], "resume": vit["train"]}
-cli.run(task.COMMAND, cli.programs("experiments.language_model") | shared)
+cli.run(
+    f"python -m {Config.task.removesuffix('.task')}",
+    cli.vit_programs() | cli.programs("experiments.language_model"),
+)

@@ -21,11 +21,10 @@ from jaxtyping import Array, Float, Int
 
 from experiments.language_model import text
 from experiments.language_model.model import Decoder
-from experiments.language_model.task import NAME
+from experiments.language_model.task import Config
 from vit.config import LARGEST
 from vit.run import runs
 from vit.study import launch
-from vit.task import of_folder
 
 PIECE = 32
 """Characters between two returns from the device."""
@@ -99,7 +98,6 @@ def main(
         temperature: 0 for the likeliest ones.
         seed: seed of the draws.
     """
-    of_folder(workdir, NAME)
     if not prompt:
         raise ValueError("--prompt must have at least one character")
     for name, x in dict(length=length, seed=seed).items():
@@ -108,6 +106,8 @@ def main(
     if not 0 <= temperature < math.inf:
         raise ValueError(f"--temperature={temperature} must be a finite number from 0 on")
     run = runs.restore(workdir)
+    if not isinstance(run.config, Config):
+        raise ValueError(f"{workdir} holds a run of {run.config.task!r}, not of a language model")
     model, characters = run.model(), run.dataset.class_names
     tokens = np.asarray(text.encoded(prompt, characters), np.int32)
     sys.stdout.write(prompt)

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from performer import attention
 from performer.nnx import PerformerAttention
 from vit import config as configs
-from vit.config import Config
 from vit.data import Batch
 from vit.model import attention_of
 from vit.task import Triple
@@ -43,7 +42,7 @@ class Cache(NamedTuple):
 class Attention(nnx.MultiHeadAttention):
     """Flax's layer, causal, with rotary positions; it reads a text also piece by piece."""
 
-    def __init__(self, config: Config, block: configs.Block, *, rngs: nnx.Rngs):
+    def __init__(self, config: Any, block: configs.Block, *, rngs: nnx.Rngs):
         super().__init__(
             num_heads=config.model.size.num_heads,
             in_features=config.model.size.width,
@@ -93,7 +92,7 @@ class Attention(nnx.MultiHeadAttention):
 class Block(nnx.Module):
     """Attention, then an MLP, each added to what comes in."""
 
-    def __init__(self, config: Config, block: configs.Block, *, rngs: nnx.Rngs):
+    def __init__(self, config: Any, block: configs.Block, *, rngs: nnx.Rngs):
         size = config.model.size
         self.norms = nnx.List([nnx.RMSNorm(size.width, rngs=rngs) for _ in range(2)])
         self.attention = Attention(config, block, rngs=rngs)
@@ -115,7 +114,7 @@ class Decoder(nnx.Module):
         rngs: streams params and frequencies.
     """
 
-    def __init__(self, config: Config, *, characters: int, rngs: nnx.Rngs):
+    def __init__(self, config: Any, *, characters: int, rngs: nnx.Rngs):
         size = config.model.size
         self.embed = nnx.Embed(characters, size.width, rngs=rngs)
         blocks = [Block(config, block, rngs=rngs) for block in configs.blocks(config)]

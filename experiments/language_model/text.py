@@ -37,7 +37,7 @@ def read(path: str = "") -> Text:
     try:
         return numbered(Path(path).read_bytes().decode())
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text={path} cannot be read as UTF-8: {error}") from error
+        raise ValueError(f"config.data.text={path!r} cannot be read as UTF-8: {error}") from error
 
 
 def numbered(text: str) -> Text:
@@ -72,7 +72,7 @@ def dataset(text: Text, length: int) -> Dataset:
         least = round((length + 0.5) / HELD_OUT) + 1  # their tenth is more than one window
         raise ValueError(
             f"the text has {n} characters: windows of {length} need at least {least}; give a longer"
-            " --text or a shorter --length"
+            " config.data.text or a smaller config.data.length"
         )
 
     def window(start: int, rng: np.random.Generator | None, *_: Any) -> Batch:

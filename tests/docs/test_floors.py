@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from vit.run import buckets, loggers
+from vit import config
+from vit.run import loggers
+from vit.storage import buckets
 
 FLOORS = ("performer", "vit", "experiments")
 LIBRARIES = {"performer", "jax", "numpy", "optax", "scipy", "jaxtyping", *sys.stdlib_module_names}
@@ -34,7 +36,7 @@ def imports(path):
 
 
 def test_imports():
-    """`vit/run` serves any task: but for the default of `runs` it knows no model of images."""
+    """`vit/run` serves any task: it imports no model, and no fields but those of the trainer."""
     graph = {name: set(imports(path)) for name, path in MODULES.items()}
     for name, path in MODULES.items():
         tops, own = {x.split(".")[0] for x in graph[name]}, name.split(".")[0]
@@ -42,11 +44,46 @@ def test_imports():
         if own == "performer":
             more = {OPTIONAL.get(path.name), OPTIONAL.get(path.parent.name)}
             assert tops <= LIBRARIES | more, name
-        if path.parent.name == "run" and path.stem != "runs":
-            assert not {"vit.model", "vit.model.classification"} & graph[name], name
+        if path.parent.name == "run" or name == "vit.task":
+            own = {"vit.model", "vit.model.classification", "vit.config.images"}
+            assert not own & graph[name], name
     lazy = {"performer", "vit"}  # their TYPE_CHECKING blocks name what they bring in later
     edges = {name: graph[name] & set(MODULES) for name in graph if name not in lazy}
     list(graphlib.TopologicalSorter(edges).static_order())
+
+
+ROOMS = ("storage", "config", "data", "model", "run", "weights", "reports", "study")
+"""Folders of vit; each imports those before it."""
+UPWARDS = {
+    ("config", "data"): {"vit.config.recipe"},
+    ("run", "reports"): {"vit.run.checkpoint", "vit.run.loggers", "vit.run.loop", "vit.run.runs"}
+    | {"vit.run.steps"},
+}
+"""Files that import a later folder: the recipe reads a data set, the log is one of the reports."""
+
+
+def test_the_folders_of_vit_import_those_below_them():
+    upwards = {}
+    for name, path in MODULES.items():
+        room = name.split(".")[1] if name.startswith("vit.") else ""
+        for other in imports(path) if room in ROOMS else ():
+            top = other.split(".")[1] if other.startswith("vit.") else ""
+            if top in ROOMS and ROOMS.index(top) > ROOMS.index(room):
+                upwards.setdefault((room, top), set()).add(name)
+    assert upwards == UPWARDS
+
+
+def test_the_trainer_reads_no_fields_of_a_task():
+    """Of a config the two fields of `Batches`, the section `optim` and its own."""
+    for path in [*Path("vit/run").glob("*.py"), Path("vit/task.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            read = re.fullmatch(r"(?:self\.|run\.)?config\.(\w+(?:\.\w+)?)", ast.unparse(node))
+            if isinstance(node, ast.Attribute) and read:
+                top, _, field = read[1].partition(".")
+                of_section = {"data": config.Batches, "optim": config.Optimizer}.get(top)
+                known = hasattr(config.TrainConfig, top) or hasattr(config, top)
+                assert known, (path, read[0])
+                assert not field or hasattr(of_section, field), (path, read[0])
 
 
 WHERE = {"": "performer", "flax": "performer", "graphs": "performer", "sklearn": "performer"}

@@ -1,5 +1,6 @@
 """The language model: its text, its decoder, conversion and generate."""
 
+import re
 from functools import cache
 
 import jax
@@ -8,36 +9,50 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.language_model import generate, text, train
+from experiments.language_model import generate, text
 from experiments.language_model.model import cross_entropies, losses
-from experiments.language_model.task import Settings, layers, task
+from experiments.language_model.task import Config, Data, Model, layers, task
 from performer.nnx import PerformerAttention
+from tests.support import commands
 from tests.support.small import read_csv
-from vit import convert, evaluate
-from vit.config import Block, Size, of_run, validate
-from vit.run import files, loop, runs
+from vit import compare, convert, evaluate
+from vit.config import Attention, Block, Optimizer, bundled, of_run, validate, with_values
+from vit.reports import metrics
+from vit.run import loop, runs
 from vit.task import random_streams
+from vit.weights import transfer
 from vit.weights.conversion import Case, linearized
 
 pytestmark = pytest.mark.thorough
 
-SIZE = Size(width=16, depth=2, num_heads=2, mlp_dim=32)
 WORDS = "the quick brown fox jumps over the lazy dog; " * 40
-
-
 ATTENTION = {
-    kind: train.attention_of(kind, 8, 4) for kind in ("softmax", "performer", "window", "both")
+    "softmax": Attention("softmax"),
+    "performer": Attention(num_features=8),
+    "window": Attention(num_features=0, exact_window=4),
+    "both": Attention(num_features=8, exact_window=4),
 }
+
+
+def settings(kind, depth=2, **data):
+    return Config(
+        model=Model(width=16, depth=depth, num_heads=2, mlp_dim=32),
+        attention=ATTENTION[kind],
+        data=Data(**{"length": 32, "batch_size": 4} | data),
+        optim=Optimizer(learning_rate=1e-3, warmup_steps=0),
+        num_epochs=0.08,
+        log_every=1,
+        eval_every=4,
+        checkpoint_every=4,
+    )
 
 
 @cache
 def decoder(kind, depth=2):
     dataset = text.dataset(text.numbered(WORDS), 32)
-    size = SIZE._replace(depth=depth)
-    options = dict(size=size, rate=1e-3, steps=4, batch_size=4)
-    config = train.config_of(ATTENTION[kind], dataset, **options)
+    config = settings(kind, depth)
     validate(config)
-    learned = task(dataset.num_classes, Settings(32))
+    learned = task(dataset.num_classes)
     return learned.create(config, rngs=random_streams(0)), config, learned, dataset
 
 
@@ -111,13 +126,12 @@ def test_conversion(method, steps, m, window):
         np.testing.assert_array_equal(dict(nnx.to_flat_state(nnx.state(new)))[name], old)
 
 
-def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
+def test_a_run_and_what_it_is_converted_to(tmp_path):
     """Trained, found again, converted and trained on: by the one trainer and the one conversion."""
-    _, config, learned, dataset = decoder("softmax", depth=1)
     source, out = tmp_path / "text", tmp_path / "converted"
     source.write_text(WORDS)
-    config.data.dir = str(source)
-    record = loop.train(config, tmp_path / "run", dataset, learned)
+    config = settings("softmax", depth=1, text=str(source))
+    record = loop.train(config, tmp_path / "run")
     found = evaluate.evaluate_run(tmp_path / "run")
     assert found["eval_loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
     convert.convert(
@@ -151,24 +165,52 @@ def test_a_run_and_what_it_is_converted_to(tmp_path, monkeypatch):
     assert np.isfinite(trained["eval_loss"])
     with pytest.raises(ValueError, match="only a run with 'softmax' can be converted"):
         convert.convert(out, tmp_path / "x", coupling=["orf"], calibration="none", num_features=[8])
-    monkeypatch.setattr(train, "SIZE", SIZE)
-    options = dict(length=32, batch_size=4, steps=2, text=source)
-    with pytest.raises(ValueError, match="is a converted run, whose features are fitted"):
-        train.main(tmp_path / "y", init_from=out, **options)
-    shorter = task(dataset.num_classes, learned.settings._replace(length=16))
-    with pytest.raises(ValueError, match="(?s)holds another run.*settings: {'length': 32"):
-        loop.train(config, tmp_path / "run", dataset, shorter)
+    shorter = with_values(config, {"data.length": 16})
+    with pytest.raises(ValueError, match="(?s)holds another run.*data.length: 32 -> 16"):
+        loop.train(shorter, tmp_path / "run")
     other = text.dataset(text.numbered(WORDS[::-1]), 32)
     with pytest.raises(ValueError, match="(?s)holds another run.*fingerprint of the data: "):
-        loop.train(config, tmp_path / "run", other, learned)
-    described = files.noted(tmp_path / "run" / "task.json")
-    files.note(tmp_path / "run" / "task.json", described | {"settings": {"lenght": 3}})
-    with pytest.raises(ValueError, match="settings in task.json are of another version: .*lenght"):
-        runs.restore(tmp_path / "run")
-    files.note(tmp_path / "run" / "task.json", described)
+        loop.train(config, tmp_path / "run", other)
+    lines = transfer.init_from(tmp_path / "run", shorter, tmp_path / "short")
+    assert re.search("(\\d+) of \\1 arrays of parameters are copied", lines[0])
     source.write_text(WORDS.upper())
     with pytest.raises(ValueError, match="other characters"):
         runs.restore(tmp_path / "run")
+
+
+def test_couplings_are_compared_by_the_loss(tmp_path):
+    report = compare.compare(
+        settings("performer", depth=1), tmp_path, couplings=["orf", "softmax"], num_seeds=1
+    )
+    rows = read_csv(tmp_path / "results.csv")
+    for row in rows:
+        (log,) = (tmp_path / "runs" / row["setting"]).glob("*/metrics.jsonl")
+        assert float(row["loss"]) == pytest.approx(metrics.last(log)["eval_loss"], abs=1e-3)
+    assert float(rows[0]["attention error"]) > 0
+    assert rows[1]["attention error"] == "exact"
+    assert float(rows[0]["windows/s"]) > 0
+    assert "Loss on 'held out'" in report
+    assert "seeds needed" not in report
+
+
+def test_the_config_has_every_flag_and_is_compiled_by_a_dry_run():
+    path = "experiments/language_model/config.py"
+    validate(bundled(path))
+    lines = [
+        ["vit.train", f"--config={path}", "--dry_run", "--config.data.length=16"],
+        ["vit.train", f"--config={path}", "--dry_run", "--config.data.crop=center"],
+        ["vit.train", f"--config={path}", "--config.seq=2", "--workdir=none"],
+    ]
+    small = ["--config.model.width=16", "--config.model.depth=1", "--config.data.batch_size=4"]
+    lines[0] += small
+    (code, out, err), *refused = commands.start_all(lines, ("vit.train",))
+    assert code == 0, err
+    assert "batch: tokens (4, 17) int32" in out
+    assert "operations: not counted" in out
+    messages = ("unknown flag '--config.data.crop' of the task 'exp", "ValueError: config.seq (2)")
+    for (code, _, err), message in zip(refused, messages, strict=True):
+        assert code == 1
+        assert err.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -188,14 +230,19 @@ def test_texts_that_cannot_be_are_refused(tmp_path, options, message):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"batch_size": 0}, {"length": -3}, {"steps": 0}, {"seed": 10**20}, {"length": 10**12}],
+    ("values", "message"),
+    [
+        ({"data.batch_size": 0}, "config.data.batch_size=0: must be"),
+        ({"data.length": -3}, "config.data.length=-3: must be"),
+        ({"data.length": 10**9}, "windows of 1000000000 need"),
+        ({"model.num_heads": 3}, r"num_heads \(3\)"),
+        ({"attention.exact_rows": 1}, r"exact_rows \(1\) must be 0 in causal attention"),
+        ({"optim.layer_decay": 0.5}, "layer_decay must be 1.0: the task of this run"),
+    ],
 )
-def test_runs_that_cannot_be_are_refused(tmp_path, options):
-    ((name, x),) = options.items()
-    message = f"--{name}={x} must be at least 1|config.seed=1000|windows of 1000000000000 need"
+def test_runs_that_cannot_be_are_refused(tmp_path, values, message):
     with pytest.raises(ValueError, match=message):
-        train.main(tmp_path / "run", **options)
+        loop.train(with_values(settings("both"), values), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -22,14 +22,8 @@ COMMAND = re.compile(
     r"(?:python -m (vit|experiments|tests)\.|performer-(vit) )(\w[\w-]*(?:\.\w+)*)"
     r"((?: \\\n|[^\n`])*)"
 )
-SHARED = {
-    "experiments.language_model": {
-        "convert": "vit.convert",
-        "evaluate": "vit.evaluate",
-        "resume": "vit.train",
-    }
-}
-"""Commands of vit under the name of a task."""
+SHARED = "experiments.language_model"
+"""Package whose commands are those of vit, too."""
 programs = cache(cli.programs)
 
 
@@ -48,8 +42,8 @@ def printed(text: str) -> Iterator[tuple[str, list[str]]]:
         folder = Path(*module.split("."))
         if words and (folder / f"{words[0]}.py").exists():  # in a folder
             module = f"{module}.{words.pop(0)}"
-        elif words and module in SHARED and words[0] in SHARED[module]:
-            module = SHARED[module][words.pop(0)]
+        elif words and module == SHARED and words[0] in programs("vit"):
+            module = f"vit.{words.pop(0)}"
         yield module, words
 
 
@@ -62,13 +56,18 @@ def docstrings() -> dict[str, str]:
 def check(module: str, given: list[str]) -> None:
     """Raises where the program would: for an unknown flag, or a value that no field takes."""
     own = [x for x in given if not re.match(r"--config\b", x)]
+    kind: type = configs.Config
     for argument in given:
+        if argument == "--config=FILE":  # of the reader's own fields
+            return
         if argument.startswith("--config="):
-            assert configs.bundled_path(argument.split("=")[1].split(":")[0])
+            path = configs.bundled_path(argument.split("=")[1].split(":")[0])
+            named = re.search(r"from ([\w.]+) import .*\bConfig\b", path.read_text())
+            kind = importlib.import_module(named[1]).Config if named else kind
         elif argument.startswith("--config.") or argument.startswith("config."):
             name, _, value = argument.removeprefix("--").removeprefix("config.").partition("=")
             for text in value.split(",") if argument.startswith("config.") else [value]:
-                arguments.Parser(configs.TYPES[name]).parse(text)
+                arguments.Parser(configs.flag_types(kind)[name]).parse(text)
     names = re.findall(r"^--(\w+)", "\n".join(own), flags=re.MULTILINE)
     if names and not module.startswith("tests."):
         known = flags_of(module) | {"help"}

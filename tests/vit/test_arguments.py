@@ -11,13 +11,14 @@ from tests.support import commands
 from vit import config
 from vit.config import arguments
 
-FIELDS = {name: x for name, x in config.flatten(config.Config()).items() if name in config.TYPES}
+FLAGS = config.flag_types(config.Config)
+FIELDS = {name: x for name, x in config.flatten(config.Config()).items() if name in FLAGS}
 
 
 def program(*given):
     """The flags of a program that takes a config, as its command line sets them."""
     argv, values = ["program", *given], flags.FlagValues()
-    arguments.define_config("file", values)
+    flags.DEFINE_string("config", None, "file", values)
     flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
     flags.DEFINE_integer("steps_shown", 3, "of them", flag_values=values)
     return argv, values

@@ -6,7 +6,8 @@ import pytest
 import vit
 from tests.support.small import SHALLOW, sized, small_config
 from vit import config, data, evaluate, use
-from vit.run import files, loop
+from vit.run import loop
+from vit.storage import files
 
 _shallow = sized(SHALLOW)
 

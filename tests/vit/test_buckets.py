@@ -30,7 +30,8 @@ from vit import config, convert, data, evaluate, export, predict, pretrained, tr
 from vit.config import arguments
 from vit.prepare import prepare
 from vit.reports import metrics
-from vit.run import buckets, checkpoint, files, loggers, loop, runs, safety
+from vit.run import checkpoint, loggers, loop, runs, safety
+from vit.storage import buckets, files, folders
 
 _shallow = sized(SHALLOW)
 
@@ -178,7 +179,7 @@ def test_files(bucket):
     (folder / "log").unlink()
     assert list(folder.iterdir()) == [folder / "a.json"]
     with pytest.raises(ValueError, match="is not empty; choose another --out"):
-        safety.check_vacant(folder, "--out")
+        folders.check_vacant(folder, "--out")
 
 
 @pytest.mark.thorough
@@ -210,7 +211,7 @@ def test_a_folder_is_filled_in_one_piece(bucket, monkeypatch, fails):
 
     monkeypatch.setattr(buckets, "_upload", noted)
     folder = bucket / f"filled_{fails}"
-    with contextlib.suppress(KeyError), safety.appearing(folder, "--out") as local:
+    with contextlib.suppress(KeyError), folders.appearing(folder, "--out") as local:
         files.write(local / "config.json", "{}")
         for name in map(str, range(5)):
             files.write(local / name, name)
@@ -359,7 +360,7 @@ def test_data_are_prepared_in_a_bucket_and_read_there(bucket, tmp_path):
 
 START = """
 import runpy
-from vit.run import buckets
+from vit.storage import buckets
 buckets.RENEWED, buckets.LEASE = 0.2, 2.0
 runpy.run_module("vit.train", run_name="__main__")
 """

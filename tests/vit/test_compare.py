@@ -10,7 +10,8 @@ from tests.support.small import SHALLOW, read_csv, sized, small_config
 from vit import compare, config, evaluate, train
 from vit.compare import Result, Run, Setting
 from vit.reports import metrics
-from vit.run import files, loop
+from vit.run import loop
+from vit.storage import files
 from vit.study import statistics
 
 pytestmark = pytest.mark.thorough
@@ -155,7 +156,7 @@ def result(coupling, accuracies, values=(), diverged=()):
         Run(seed, Path(), [record | {"eval_accuracy": value}], 7 if seed in diverged else None)
         for seed, value in enumerate(accuracies)
     ]
-    return Result(Setting(coupling, values), runs, [(0.5, 1.0)])
+    return Result(Setting(coupling, values), runs, attention_errors=[(0.5, 1.0)])
 
 
 BASE = [0.50, 0.52, 0.51, 0.49, 0.53]
@@ -175,6 +176,33 @@ def test_the_verdict_follows_the_statistics():
     table = compare.rows(found)
     assert [row["difference to baseline"] for row in table[:2]] == ["baseline", "+0.1020"]
     assert table[1]["seeds needed for +0.008"] == "3"
+
+
+def test_less_loss_is_better():
+    """And the gain in accuracy of a paper has no meaning for it."""
+
+    def losses(coupling, values):
+        runs = [
+            each._replace(log=[{**each.log[0], "eval_loss": each.log[0]["eval_accuracy"]}])
+            for each in result(coupling, values).runs
+        ]
+        return Result(Setting(coupling), runs, "loss")
+
+    lower = losses("pm", [x - 0.1 - 0.001 * i for i, x in enumerate(BASE)])
+    found = compare.compared([losses("orf", BASE), lower], "orf")
+    assert compare.verdict(found).endswith("1 of 1 comparison. Better than the baseline: pm.")
+    assert compare.rows(found)[1]["difference to baseline"] == "-0.1020"
+    assert not [name for name in compare.rows(found)[1] if name.startswith("seeds needed")]
+
+
+def test_a_task_without_attention_is_compared_by_its_grid():
+    settings = config.bundled("mixer")
+    (setting, other) = compare.settings(settings, None, {"model.depth": [1, 2]})
+    assert (setting.coupling, setting.name) == ("", "depth=1")
+    assert (other.folder, compare.chosen_baseline([setting, other], "")) == ("model.depth=2", "")
+    for couplings, grid in ((["orf"], {"model.depth": [1]}), (None, {})):
+        with pytest.raises(ValueError, match="'mixer' has no section attention, so no --coup"):
+            compare.settings(settings, couplings, grid)
 
 
 def test_pairs_are_by_seed_and_leave_out_what_diverged():
@@ -238,7 +266,7 @@ def test_a_report_of_any_finished_runs(compared, tmp_path):
     described = task | {"task": "language model"}
     shutil.copytree(folders[0], tmp_path / "text")
     files.note(tmp_path / "text" / "task.json", described)
-    with pytest.raises(ValueError, match="text holds a run of the task 'language model', not of"):
+    with pytest.raises(ValueError, match="text holds a run of the task 'language model', and"):
         compare.of_runs([tmp_path / "text"], tmp_path / "texts")
     log = tmp_path / "seed1" / "metrics.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from vit import compilation
+from vit.storage import compilation
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from absl import flags
 
 from tests.support.small import small_config
 from vit import config, data
-from vit.config.arguments import chosen_config, define_config, parse_flags
+from vit.config.arguments import chosen_config, parse_flags
 from vit.run import devices, runs
+from vit.task import opened
 
 CONFIGS = [p for p in sorted(Path("vit/configs").glob("[a-z]*.py")) if "my_" not in p.stem]
 
@@ -29,17 +30,8 @@ FOREIGN = [
     *('{"seed": "0"}', '{"seed": 1.0}', '{"seed": true}', '{"seed": {}}', '{"num_epochs": "inf"}'),
     *('{"data": {"flip": 1}}', '{"data": {"name": ["digits"]}}'),
     *('{"seed": 1, "seed": 2}', '{"model": {"depth": 2, "depth": 2}}'),
-    *(
-        json.dumps({"attention": {name: value}})
-        for name, value in (
-            *(
-                ("sizes", x)
-                for x in ("64+16+1", "1+1+1," * 3, ",".join(["1+1+1"] * 13), "1+1", "x")
-            ),
-            *(("exact_layers", x) for x in ("-1", "12", "1,0", "1,1", "a")),
-            *(("transferred", x) for x in ("False", "", 1)),
-        )
-    ),
+    *(json.dumps({"attention": {"blocks": x}}) for x in ([3], [{"kinds": "softmax"}], 3)),
+    '{"task": "classification", "text": {}}',
     *("{", "[1]", '{"model":' * 100_000, "\ud83d"),
 ]
 
@@ -53,24 +45,30 @@ def test_a_foreign_json_is_refused(tmp_path):
 
 
 def test_a_config_of_an_earlier_version_loads(tmp_path):
-    """Newer fields have their defaults; what was renamed has its new name; "mask" is gone."""
+    """Without a task it classifies images, and newer fields have their defaults."""
+    path = tmp_path / "config.json"
     values = dataclasses.asdict(small_config())
-    values["attention"] |= {"implementation": "xla", "mask": "none"}
     del values["keep_every"], values["model"]["width"], values["optim"]["b2"]
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    want = config.with_values(small_config(), {"attention.implementation": "blocked"})
-    assert config.load(tmp_path / "config.json") == want
-    sizes = ",".join(["64+16+1", "8+0+2", *["8+0+0"] * 10])
-    own = {"sizes": sizes, "exact_layers": "1", "transferred": True}
-    (tmp_path / "config.json").write_text(json.dumps({"attention": own}))
-    blocks = config.load(tmp_path / "config.json").attention.blocks
-    first = config.Block(num_features=64, exact_keys=16, exact_rows=1, transferred=True)
-    second = config.Block("softmax", num_features=8, exact_rows=2, transferred=True)
-    assert blocks[:2] == (first, second)
+    path.write_text(json.dumps(values))
+    assert config.load(path) == small_config()
+    blocks = (config.Block("softmax"), config.Block(num_features=64, exact_keys=16, exact_rows=1))
+    section = config.Attention(blocks=blocks)
+    config.save(small_config(attention=section), path)
+    assert config.load(path) == small_config(attention=section)
     values["attention"]["mask"] = "grid"
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match="mask"):
-        config.load(tmp_path / "config.json")
+        config.load(path)
+
+
+def test_a_run_of_an_unknown_task_is_refused_with_the_flag_that_imports_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"task": "lab.regression"}')
+    with pytest.raises(ValueError, match="'lab.regression' is not .*example --task=lab.regression"):
+        config.of_run(tmp_path)
+    with pytest.raises(ValueError, match="--task=lab.regression: No module named 'lab'; give a mo"):
+        config.use("lab.regression")
+    with pytest.raises(ValueError, match="--task=json defines no task"):
+        config.use("json")
 
 
 def test_what_a_resumed_run_may_change():
@@ -178,7 +176,7 @@ def test_bad_values_are_named(values, message):
 
 def parsed(path, *arguments):
     argv, values = ["program", f"--config={path}", *arguments], flags.FlagValues()
-    define_config("file", values)
+    flags.DEFINE_string("config", None, "file", values)
     parse_flags(argv, values)
     return chosen_config(values)
 
@@ -261,7 +259,7 @@ def refusal(flag, text):
         settings = parsed(config.bundled_path("digits"), f"--{flag}={text}")
         config.validate(settings)
         devices.mesh(settings)
-        runs.rate(settings, runs.subject(settings)[0])
+        runs.rate(settings, opened(settings)[0])
     except (SystemExit, ValueError) as error:
         return str(error)
     return ""
@@ -269,7 +267,7 @@ def refusal(flag, text):
 
 def test_every_field_refuses_what_it_cannot_mean():
     """In one line that names the flag and what it may be; no value ends in another exception."""
-    for field, kind in config.TYPES.items():
+    for field, kind in config.flag_types(config.Config).items():
         for text in (*WRONG[kind], *(EXTREME if kind in (int, float) else ())):
             said = refusal(f"config.{field}", text)
             assert said or text in EXTREME or field == "data.dir", (field, text)

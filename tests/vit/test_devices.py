@@ -18,6 +18,7 @@ from tests.support.small import (
 from vit import config, train
 from vit.reports import metrics
 from vit.run import devices, runs, steps
+from vit.task import opened
 
 SETTINGS = small_config(attention=CALIBRATED, optim=STEADY, checkpoint_every=3)
 
@@ -40,7 +41,7 @@ def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch, eight_dev
     settings = dataclasses.replace(SETTINGS, fsdp=2, seq=2)
     train.train(settings, tmp_path / "run")
     assert_same_losses(metrics.read(tmp_path / "run" / "metrics.jsonl"), one_device)
-    run = runs.program(settings, *runs.subject(settings), devices.mesh(settings))
+    run = runs.program(settings, *opened(settings), devices.mesh(settings))
     shardings = [x.sharding for x in jax.tree.leaves(run.abstract)]
     assert {len(sharding.device_set) for sharding in shardings} == {8}
     assert sum(not x.is_fully_replicated for x in shardings) > len(shardings) / 2
@@ -50,7 +51,7 @@ def test_each_of_eight_devices_holds_an_eighth(monkeypatch, eight_devices):
     """Before and after a step; small arrays are whole."""
     monkeypatch.setitem(config.SIZES, "XS", config.SIZES["Ti"]._replace(depth=1))
     settings = small_config(fsdp=8)
-    (dataset, task), mesh = runs.subject(settings), devices.mesh(settings)
+    (dataset, task), mesh = opened(settings), devices.mesh(settings)
     run = steps.build(settings, task, 3, mesh)
     state, _ = run.train(run.initial(), next(train_batches(dataset, settings, mesh)))
     for when in (run.abstract, state):

@@ -9,6 +9,7 @@ from tests.support import commands
 from tests.support.small import SHALLOW, sized, small_config
 from vit import config, data
 from vit.run import devices, dry_run, optim, runs, steps
+from vit.task import opened
 
 _shallow = sized(SHALLOW)
 
@@ -27,10 +28,10 @@ def test_it_says_what_a_run_costs_and_writes_nothing(plan, tmp_path, monkeypatch
     text = dry_run.text(plan)
     assert "blocks.0.mlp_out.kernel" in text
     assert "(32, 16)" in text
-    program = runs.program(SETTINGS, *runs.subject(SETTINGS), devices.mesh(SETTINGS))
+    program = runs.program(SETTINGS, *opened(SETTINGS), devices.mesh(SETTINGS))
     count = sum(x.size for x in steps.parameters(program.abstract).values())
     assert re.search(rf"total +{count:,}", text)
-    flops = runs.subject(SETTINGS)[1].operations(SETTINGS)
+    flops = opened(SETTINGS)[1].operations(SETTINGS)
     assert f"{flops / 1e9:.3f} GFLOP per image forward" in text
     assert "attention with features: blocked, no kernel for a CPU" in text
     assert "batch: image (32, 8, 8, 1) uint8" in text
@@ -68,19 +69,19 @@ def test_a_batch_in_parts_costs_as_much_as_whole(plan):
 
 
 def test_sizes_of_data_that_are_not_read():
-    known = dry_run.dataset(SETTINGS, "v5e:4x4")
+    known = dry_run.sized(SETTINGS, "v5e:4x4")
     assert (len(known.train), known.num_classes, known.channels) == (1437, 10, 1)
-    assert dry_run.dataset(SETTINGS) is None
+    assert dry_run.sized(SETTINGS) is None
     for path in config.BUNDLED.glob("[a-z]*.py"):  # without data, from a folder that has none
-        if path.stem not in ("digits", "my_images"):
-            assert dry_run.dataset(config.bundled(path.stem)) is not None, path.stem
-    given = dry_run.dataset(SETTINGS, size=[500, 50, 7, 3])
+        if path.stem not in ("digits", "mixer", "my_images"):
+            assert dry_run.sized(config.bundled(path.stem)) is not None, path.stem
+    given = dry_run.sized(SETTINGS, size=[500, 50, 7, 3])
     assert (len(given.evaluation), given.num_classes) == (50, 7)
     other = small_config(data=config.Data(name="mine"))
     with pytest.raises(
         ValueError, match="the size of config.data.name='mine' is not known.*--data_size="
     ):
-        dry_run.dataset(other, "v5e:4x4")
+        dry_run.sized(other, "v5e:4x4")
 
 
 def test_bytes_of_collectives():
@@ -113,7 +114,7 @@ def test_bundled_configs_warm_up_as_published_and_train_for_any_number_of_epochs
     names = [path.stem for path in config.BUNDLED.glob("[a-z]*.py") if path.stem != "my_images"]
     for name in names:
         settings = config.bundled(name)
-        dataset = dry_run.dataset(settings) or data.load(settings.data)
+        dataset = dry_run.sized(settings) or data.load(settings.data)
         _, num_steps = runs.length(settings, dataset)
         if name in WARMUP:
             rate, steps = optim.schedule(settings.optim, num_steps), WARMUP[name]

@@ -80,7 +80,7 @@ BASE = small_config(
 
 def levels():
     """Each field with one of its values; the first fields are those that others depend on."""
-    for name, field in config.FIELDS.items():
+    for name, field in config.fields(config.Config).items():
         values = field.metadata.get("choices", LEVELS.get(name, []))
         values = [True, False] if field.type is bool else values
         assert values or name in ELSEWHERE, f"add values of the new field {name}"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vit.run import files
+from vit.storage import files
 
 
 def test_a_link_is_replaced_and_its_target_stays(tmp_path):
@@ -58,7 +58,7 @@ def test_a_lock_follows_no_link(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from vit.run import files
+from vit.storage import files
 with files.alone(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -11,6 +11,7 @@ import pytest
 from vit.config import Optim
 from vit.run import safety
 from vit.run.loop import check_finite
+from vit.storage import folders, streams
 
 
 def test_the_second_signal_ends_the_process(capfd):
@@ -46,7 +47,7 @@ def test_other_signals_ask_to_stop_however_often():
 def test_output_whose_reader_is_gone_is_dropped():
     """As `| head -1` leaves it: printing is no error, then or later."""
     reader, writer = os.pipe()
-    with os.fdopen(writer, "w") as stream, safety.lasting(stream) as output:
+    with os.fdopen(writer, "w") as stream, streams.lasting(stream) as output:
         print("read", file=output, flush=True)
         assert os.read(reader, 9) == b"read\n"
         os.close(reader)
@@ -95,8 +96,8 @@ def test_a_folder_appears_in_one_piece_and_begins_anew_after_a_kill(tmp_path):
     code = f"""
 from pathlib import Path
 import os, signal
-from vit.run import safety
-with safety.appearing(Path({str(folder)!r}), "--out") as folder:
+from vit.storage import folders
+with folders.appearing(Path({str(folder)!r}), "--out") as folder:
     (folder / "checkpoints").mkdir()
     (folder / "config.json").write_text("{{}}")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -104,7 +105,7 @@ with safety.appearing(Path({str(folder)!r}), "--out") as folder:
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "."})
     assert not folder.exists()
     assert (unfinished / "config.json").exists()
-    with safety.appearing(folder, "--out") as inside:
+    with folders.appearing(folder, "--out") as inside:
         assert {path.name for path in inside.iterdir()} == {"lock"}
         (inside / "config.json").write_text("{}")
         assert not folder.exists()
@@ -112,19 +113,19 @@ with safety.appearing(Path({str(folder)!r}), "--out") as folder:
     assert not unfinished.exists()
     with (
         pytest.raises(ValueError, match="run holds a run already; choose another --out"),
-        safety.appearing(folder, "--out"),
+        folders.appearing(folder, "--out"),
     ):
         pass
 
 
 def test_nothing_stays_of_a_folder_that_could_not_be_filled(tmp_path):
-    with pytest.raises(OSError, match="full"), safety.appearing(tmp_path / "run", "--out"):
+    with pytest.raises(OSError, match="full"), folders.appearing(tmp_path / "run", "--out"):
         raise OSError("full")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
     with (
         pytest.raises(ValueError, match="run is not empty; choose another --out"),
-        safety.appearing(tmp_path / "run", "--out"),
+        folders.appearing(tmp_path / "run", "--out"),
     ):
         pass

@@ -3,6 +3,7 @@
 The page itself trains it, resumes and finds it again by its name (`test_docs.py`).
 """
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.support.small import read_csv, small_config
 from vit import config, convert, data, evaluate, train
 from vit.reports import attention_report, metrics
 from vit.run import runs
+from vit.storage import files
 from vit.weights import transfer
 
 
@@ -28,8 +30,9 @@ def measures(totals):
 
 
 PAGE: dict = {}
-exec(code(Path("docs/howto/add-a-task.md").read_text(), "{code-cell}")[0], PAGE)
-TASK = PAGE["task"]._replace(name="", results=measures)
+for cell in code(Path("docs/howto/add-a-task.md").read_text(), "{code-cell}")[:2]:
+    exec(cell, PAGE)
+TASK = PAGE["task"]._replace(results=measures)
 
 
 def sequences(number, seed):
@@ -38,14 +41,32 @@ def sequences(number, seed):
 
 
 DATASET = data.in_memory(sequences(96, 0), sequences(40, 1))
-SETTINGS = small_config(attention=config.Attention(num_features=8, coupling="pm"), num_epochs=1.0)
+SETTINGS = PAGE["Config"](
+    model=PAGE["Model"](num_features=8, coupling="pm"),
+    data=config.Batches(batch_size=32),
+    optim=config.Optimizer(learning_rate=1e-2, warmup_steps=1),
+    num_epochs=1.0,
+    log_every=1,
+    eval_every=3,
+    checkpoint_every=1,
+)
 """Three steps; the last of two evaluation batches has eight sequences."""
+
+
+@pytest.fixture(autouse=True)
+def _defined(monkeypatch):
+    """The task of the page, with these data and measures, in each test."""
+    definition = config.Definition(PAGE["Config"], lambda *_: (DATASET, TASK))
+    monkeypatch.setitem(config.tasks.TASKS, SETTINGS.task, definition)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("task") / "run"
-    return workdir, train.train(SETTINGS, workdir, DATASET, TASK)
+    with pytest.MonkeyPatch.context() as patch:
+        definition = config.Definition(PAGE["Config"], lambda *_: (DATASET, TASK))
+        patch.setitem(config.tasks.TASKS, SETTINGS.task, definition)
+        return workdir, train.train(SETTINGS, workdir)
 
 
 @pytest.mark.thorough
@@ -55,63 +76,83 @@ def test_it_is_measured_by_its_own_names_without_padding(finished):
     names = {"step", "epoch", "seconds", "memory_gib", "gradient_norm"}
     names |= {"learning_rate", "data_seconds"}
     assert set(log[0]) - names == {"train_loss", "sequences_per_second"}
-    report = evaluate.evaluate_run(workdir, DATASET, TASK)
+    report = evaluate.evaluate_run(workdir)
     assert (report["step"], report["eval_examples"]) == (3, 40)
-    model = runs.restore(workdir, DATASET, TASK).model()
+    model = runs.restore(workdir).model()
     x, y = (np.stack([r[name] for r in DATASET.evaluation]) for name in ("x", "y"))
     loss = np.mean((np.asarray(nnx.jit(lambda model: model(x))(model), np.float64) - y) ** 2)
     for found in (report, record):
         assert found["eval_loss"] == pytest.approx(loss, rel=1e-5)
         assert found["eval_deviation"] == found["eval_loss"] ** 0.5
-    with pytest.raises(ValueError, match="holds a run of a task without a name, not of"):
-        evaluate.evaluate_run(workdir)
 
 
 @pytest.mark.thorough
-def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path):
+def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path, monkeypatch):
     def projections(model, batch):
         x, layer = model.embed(batch["x"]), model.attention
         return [(layer.query(x), layer.key(x), layer.value(x))]
 
-    more = dict(layers=lambda model: [model.attention], projections=projections)
-    options = dict(images=4, draws=3, dataset=DATASET)
-    report = partial(evaluate.report_attention, finished[0], tmp_path / "own", **options)
-    own = TASK._replace(**more)
-    assert "of 2 heads are worse than uniform attention" in report(task=own)
-    model = runs.restore(finished[0], DATASET, own).model()
+    own = TASK._replace(layers=lambda model: [model.attention], projections=projections)
+    options = dict(coupling="pm", num_features=8, draws=3)
+    run = runs.restore(finished[0])
     batch = runs.evaluation_examples(DATASET, SETTINGS, 4)
-    query, key, _ = projections(model, batch)[0]
+    records = attention_report.rows(own, run.model(), batch, **options)
+    text = attention_report.write(records, tmp_path / "own", "own")
+    assert "of 2 heads are worse than uniform attention" in text
+    query, key, _ = projections(run.model(), batch)[0]
     squares = jnp.mean(jnp.sum(query**2 + key**2, axis=-1), axis=(0, 1))
     found = [float(row["(|q|^2 + |k|^2) / 2"]) for row in read_csv(tmp_path / "own.csv")]
     np.testing.assert_allclose(found, squares / 2 / query.shape[-1] ** 0.5, rtol=1e-4)
-    with pytest.raises(ValueError, match="does not define its attention layers"):
-        report(task=TASK)
+    with pytest.raises(ValueError, match="or its task does not define them"):
+        attention_report.rows(TASK, run.model(), batch, **options)
+    for call in (evaluate.report_attention, partial(convert.convert, num_features=[8])):
+        with pytest.raises(ValueError, match="'means so far', whose config has no section attent"):
+            call(finished[0], tmp_path / "new")
 
 
-def test_a_run_of_another_task_is_named_before_any_work(tmp_path):
+def test_a_run_of_another_task_is_named_before_any_work(tmp_path, monkeypatch):
     """By all functions that read a run: no data are loaded, and no checkpoint is looked for."""
-    workdir, new = tmp_path / "run", tmp_path / "new"
-    other = TASK._replace(name="regression", command="python -m regression")
-    runs.claim(workdir, SETTINGS, DATASET, other)
-    images = small_config()
-    options = dict(coupling=["orf"], calibration="none", num_features=[8])
-    calls = [
-        partial(train.train, SETTINGS, workdir),
-        partial(train.train, images, workdir, *runs.subject(images)),
-        partial(transfer.init_from, workdir, images, new),
-        partial(evaluate.evaluate_run, workdir),
+    workdir, new, images = tmp_path / "run", tmp_path / "new", small_config()
+    runs.claim(workdir, SETTINGS, DATASET)
+    of_images = [
         partial(evaluate.evaluate_on, workdir, {"data.eval_split": "train"}),
         partial(evaluate.report_classes, workdir),
-        partial(evaluate.report_attention, workdir, new),
-        partial(convert.convert, workdir, new, **options),
         partial(vit.load, workdir),
     ]
+    of_any = [
+        partial(train.train, images, workdir),
+        partial(evaluate.evaluate_run, workdir),
+        partial(evaluate.report_attention, workdir, new),
+        partial(convert.convert, workdir, new, num_features=[8]),
+    ]
+    other = partial(transfer.init_from, workdir, images, new)
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    message = f"^{workdir} holds a run of the task 'regression', not of .*: use python -m reg"
-    for call in calls:
+    cases = [
+        *((call, "holds a run of the task 'means so far': vit.load, ") for call in of_images),
+        (other, "is a run of the task 'means so far', and the config is of 'classification'"),
+        (of_any[0], "holds a run of the task 'means so far', and the config is of 'classif"),
+    ]
+    for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
+    monkeypatch.delitem(config.tasks.TASKS, SETTINGS.task)
+    for call in (*of_images, *of_any[1:]):
+        with pytest.raises(ValueError, match=f"^{workdir} holds a run of another .*give --task="):
+            call()
     assert sorted(path.name for path in tmp_path.rglob("*")) in (before, sorted([*before, "lock"]))
+
+
+def test_a_run_of_an_earlier_version_is_not_taken_for_images(tmp_path):
+    """Its config.json names no task, and only its task.json another than images."""
+    runs.claim(tmp_path, small_config(), DATASET)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["task"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    described = files.noted(tmp_path / "task.json")
+    files.note(tmp_path / "task.json", described | {"task": "language model"})
+    for call in (vit.load, evaluate.evaluate_run):
+        with pytest.raises(ValueError, match="of the task 'language model'.*To convert a run"):
+            call(tmp_path)
 
 
 def test_the_report_measures_layers_by_their_own_options():

@@ -26,7 +26,8 @@ from tests.support.small import (
 )
 from vit import config, evaluate, train
 from vit.reports import metrics
-from vit.run import checkpoint, devices, loop, optim, runs, safety, steps
+from vit.run import checkpoint, devices, loop, optim, safety, steps
+from vit.task import opened
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -38,7 +39,7 @@ def shallow(monkeypatch):
 
 def program(settings, task=None):
     """Functions and data of a run of three steps."""
-    (dataset, own), mesh = runs.subject(settings), devices.mesh(settings)
+    (dataset, own), mesh = opened(settings), devices.mesh(settings)
     batches = train_batches(dataset, settings, mesh)
     return steps.build(settings, task or own, 3, mesh), batches
 
@@ -111,7 +112,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, c
     logs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", ODD)]
     for a, b in zip(*logs, strict=True):
         assert (a["step"], a["train_loss"]) == (b["step"], b["train_loss"])
-    flops = 3 * runs.subject(settings)[1].operations(settings)
+    flops = 3 * opened(settings)[1].operations(settings)
     shares = [record["images_per_second"] * flops / 1e12 for record in logs[0]]
     assert [record["mfu"] for record in logs[0]] == pytest.approx(shares)
     found = evaluate.evaluate_run(tmp_path / ODD)
@@ -146,7 +147,7 @@ def test_an_evaluation_that_a_run_was_stopped_in_is_made_on_resumption(digits_ru
 def test_a_line_of_the_log_is_of_all_steps_since_the_last():
     """Means of the values, images in the time of these steps, and all waiting for data."""
     settings, written = small_config(log_every=4, data=config.Data(batch_size=5)), []
-    task = runs.subject(TRAINED)[1]
+    task = opened(TRAINED)[1]
     rate = lambda step: 0.1 * step  # noqa: E731
     progress = loop.Progress(settings, task, rate, 10, 12, ["w"], written.append, False, 0.0)
     losses, begin = [3.0, 1.0, 6.0, 4.0, 2.5, 1.5], time.perf_counter()
@@ -170,7 +171,7 @@ def test_sums_of_an_evaluation_are_exact():
     batches = [
         {"loss": jax.numpy.float32(x), "examples": jax.numpy.ones(())} for x in (2**24, 1, 1)
     ]
-    task = runs.subject(TRAINED)[1]._replace(results=lambda totals: {"loss": totals["loss"]})
+    task = opened(TRAINED)[1]._replace(results=lambda totals: {"loss": totals["loss"]})
     found = steps.evaluate(task, lambda batch: batch, batches)
     assert found == {"eval_loss": 2**24 + 2, "eval_examples": 3}
 
@@ -244,7 +245,7 @@ def test_mixup_and_label_smoothing_are_in_the_step():
     )
     images = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1)).astype(np.uint8)
     batch = {"image": jax.numpy.asarray(images), "label": jax.numpy.arange(8)}
-    task = runs.subject(settings)[1]
+    task = opened(settings)[1]
     examples = task.examples(settings, jax.random.key(0), batch)
     smooth = 0.9 * np.eye(10)[:8] + 0.01
     share = float(examples[1][0, 0] - 0.01) / 0.9

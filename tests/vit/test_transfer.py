@@ -199,7 +199,7 @@ def test_a_head_that_reads_another_layer_is_new(source, tmp_path):
 def test_what_cannot_be_is_refused_and_leaves_nothing(source, tmp_path):
     workdir = tmp_path / "run"
     other = dataclasses.replace(SETTINGS, model=config.Model("Ti/4"))
-    with pytest.raises(ValueError, match="='XS/4', Size.width=16.*'Ti/4', Size.width=192"):
+    with pytest.raises(ValueError, match="Size.width=16.*Size.width=192"):
         transfer.init_from(source, other, workdir)
     with pytest.raises(ValueError, match="holds no run"):
         transfer.init_from(tmp_path / "none", SETTINGS, workdir)

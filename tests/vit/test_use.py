@@ -16,7 +16,9 @@ from tests.support.small import SHALLOW, TRAINED, sized
 from vit import config, data, evaluate, use
 from vit.model import classification
 from vit.prepare import prepare
-from vit.run import files, loop, runs
+from vit.run import loop, runs
+from vit.storage import files
+from vit.task import opened
 
 _shallow = sized(SHALLOW)
 
@@ -170,7 +172,7 @@ def test_what_cannot_be_loaded_is_named(digits_run, tmp_path):
         with pytest.raises(ValueError, match=message):
             vit.load(workdir)
     (workdir / "task.json").unlink()
-    runs.claim(workdir, TRAINED, *runs.subject(TRAINED))  # the next start writes it
+    runs.claim(workdir, TRAINED, opened(TRAINED)[0])  # the next start writes it
     assert files.noted(workdir / "task.json") == files.noted(digits_run[0] / "task.json")
 
 
@@ -186,7 +188,7 @@ def test_other_data_under_the_same_config_are_refused(digits_run, tmp_path):
     """The labels of a data set that was made anew may mean other classes."""
     workdir = tmp_path / "run"
     shutil.copytree(digits_run[0], workdir)
-    dataset, task = runs.subject(TRAINED)
+    dataset, _ = opened(TRAINED)
     before = (workdir / "task.json").read_bytes()
     for other, message in [
         (dataset._replace(class_names=tuple("9876543210")), "class_names: "),
@@ -198,9 +200,9 @@ def test_other_data_under_the_same_config_are_refused(digits_run, tmp_path):
     assert (workdir / "task.json").read_bytes() == before
     newer = json.loads(before) | {"versions": {"jax": "0.1"}}
     files.note(workdir / "task.json", newer)
-    runs.claim(workdir, TRAINED, dataset, task)  # another version is none
+    runs.claim(workdir, TRAINED, dataset)  # another version is none
     marked = dataset._replace(fingerprint=lambda: "a")
-    runs.claim(workdir, TRAINED, marked, task)  # a run without a fingerprint gets one
+    runs.claim(workdir, TRAINED, marked)  # a run without a fingerprint gets one
     with pytest.raises(ValueError, match="(?s)choose another --wor.* of the data: a -> b"):
-        runs.claim(workdir, TRAINED, marked._replace(fingerprint=lambda: "b"), task)
-    runs.claim(workdir, TRAINED, dataset, task)
+        runs.claim(workdir, TRAINED, marked._replace(fingerprint=lambda: "b"))
+    runs.claim(workdir, TRAINED, dataset)

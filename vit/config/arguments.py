@@ -14,7 +14,8 @@
 
 The annotation of a parameter is int, float, bool, str, Path, a `Literal` of choices, one of these
 or None, a `Sequence` of them, separated by commas, or `list[str]`, a flag that may be repeated. A
-NamedTuple is a group of flags, and `config` stands for `--config` and a flag for each field of it.
+NamedTuple is a group of flags. `config` stands for `--config` and a flag for each field of the
+config that it names, which is read before the other flags.
 A parameter without a default is required; one before `/` and `*names` are positional words. Help
 texts come from the docstring; `COMMON` has those of parameters that it leaves out. An unknown
 flag or value is an error of one line.
@@ -36,10 +37,10 @@ from typing import Any, Literal, get_args, get_origin
 from absl import app, flags, logging
 
 from performer.choices import NEAR, unknown
-from vit.compilation import keep_programs
-from vit.config import FIELDS, TYPES, Config, allowed, bundled, flatten
-from vit.run import buckets
-from vit.run.safety import lasting
+from vit.config import Config, allowed, bundled, fields, flag_types, flatten
+from vit.storage import buckets
+from vit.storage.compilation import keep_programs
+from vit.storage.streams import lasting
 
 LIBRARIES = ("absl", "jax", "orbax", "tensorflow", "grain", "array_record", "etils", "tensorstore")
 """Packages whose own flags are accepted but not listed."""
@@ -50,7 +51,7 @@ def run(main: Callable[..., object], quick: Mapping[str, Any] | None = None) -> 
     """Start a program: parse its flags, call `main`, and report a failure in one line.
 
     ValueError (bad input), FloatingPointError (divergence) and OSError end the program with exit
-    code 1, Ctrl-C with 130. A closed pipe does not end it (`vit.run.safety.lasting`).
+    code 1, Ctrl-C with 130. A closed pipe does not end it (`vit.storage.streams.lasting`).
 
     Args:
         main: its parameters are the flags.
@@ -96,6 +97,8 @@ def parse_flags(
         The name of the program and its positional words.
     """
     argv = [re.sub("^--[^=]+", lambda flag: _underscored(flag[0]), word) for word in argv]
+    if "config" in values:
+        argv = _with_fields(argv, values)
     if {"-h", "--help"} & set(argv[1:]):
         print(help_text(values, argv[0]))
         sys.exit(0)
@@ -104,7 +107,9 @@ def parse_flags(
     except flags.UnrecognizedFlagError as error:
         meant = nearest(error.flagname, values)
         question = f"; did you mean {meant!r}?" if meant else "."
-        sys.exit(f"unknown flag '--{error.flagname}'{question} --help lists all flags")
+        is_field = error.flagname.startswith("config.") and _kind(values) is not Config
+        owner = f" of the task {_kind(values).task!r}" if is_field else ""
+        sys.exit(f"unknown flag '--{error.flagname}'{owner}{question} --help lists all flags")
     except flags.Error as error:
         sys.exit(_flag_error(str(error), values))
     if rest and not words:
@@ -121,38 +126,58 @@ def _underscored(flag: str) -> str:
     return "--" + flag[2:].replace("-", "_")
 
 
-def define_config(help: str, values: flags.FlagValues = flags.FLAGS) -> None:
-    """Define the flag `config`, a bundled config or a file, and a flag for each field of it."""
-    flags.DEFINE_string("config", None, help, values)
-    for field, kind in TYPES.items():
+def _with_fields(argv: list[str], values: flags.FlagValues) -> list[str]:
+    """Read the config that the arguments name, define the flags of its fields; return the others.
+
+    Without one these are the fields of image classification.
+    """
+    named = [i for i, word in enumerate(argv) if re.fullmatch("--?config(=.*)?", word, re.DOTALL)]
+    for place in reversed(named):
+        flag, equals, name = argv[place].partition("=")
+        words = 1 if equals else 2
+        name = name if equals else "".join(argv[place + 1 : place + 2])
+        argv = argv[:place] + argv[place + words :]
+        if not name:
+            sys.exit(f"{flag}= is empty: leave it out, or give a value")
+        if not values["config"].present:  # the last one counts
+            values["config"].value = _read(name)
+            values["config"].present = 1
+    for field, kind in flag_types(_kind(values)).items():
         if kind is bool:
             flags.DEFINE_bool(f"config.{field}", None, "", values)
         else:
             flags.DEFINE(Parser(kind), f"config.{field}", None, "", values)
+    return argv
 
 
-def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Config | None:
-    """Return the config of the flag `--config`, overridden by the flags of its fields; or None.
-
-    The program ends without a valid config file.
-
-    Raises:
-        ValueError: as `Config.overridden`, or for a field without `--config`.
-    """
-    name, fields = values["config"].value, {field: values[f"config.{field}"] for field in TYPES}
-    given = {field: flag.value for field, flag in fields.items() if flag.present}
-    if name is None and given:
-        raise ValueError(f"--config.{next(iter(given))} is a field of a config: give --config=NAME")
-    if name is None:
-        return None
+def _read(name: str) -> Any:
+    """Return the config of that name; end the program if there is none."""
     try:
-        config = bundled(name)
+        return bundled(name)
     except Exception as error:  # a config file may raise anything
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f" ({Path(place.filename).name}, line {place.lineno})"
         where = "" if isinstance(error, ValueError | OSError) else where
         sys.exit(f"--config: {type(error).__name__}: {_one_line(str(error))}{where}")
-    return config.overridden(given)
+
+
+def _kind(values: flags.FlagValues) -> Any:
+    """Return the class of the config that was given."""
+    return Config if values["config"].value is None else type(values["config"].value)
+
+
+def chosen_config(values: flags.FlagValues = flags.FLAGS) -> Any:
+    """Return the config of the flag `--config`, overridden by the flags of its fields; or None.
+
+    Raises:
+        ValueError: as `TrainConfig.overridden`, or for a field without `--config`.
+    """
+    config = values["config"].value
+    all_flags = {field: values[f"config.{field}"] for field in flag_types(_kind(values))}
+    given = {field: flag.value for field, flag in all_flags.items() if flag.present}
+    if config is None and given:
+        raise ValueError(f"--config.{next(iter(given))} is a field of a config: give --config=NAME")
+    return None if config is None else config.overridden(given)
 
 
 def nearest(argument: str, values: flags.FlagValues) -> str | None:
@@ -160,10 +185,11 @@ def nearest(argument: str, values: flags.FlagValues) -> str | None:
     name, equals, value = argument.partition("=")
     known = {flag: f"--{flag}" for flag in own_flags(values)}
     if "config" in values:
-        fields = {f"config.{field}": f"--config.{field}" for field in TYPES}
-        ends = {field.split(".")[-1]: f"--config.{field}" for field in TYPES}
-        sections = {x.split(".")[0]: f"--config.{x}" for x in reversed(TYPES) if "." in x}
-        known = sections | fields | ends | known  # a section stands for its first field
+        names = list(flag_types(_kind(values)))
+        full = {f"config.{field}": f"--config.{field}" for field in names}
+        ends = {field.split(".")[-1]: f"--config.{field}" for field in names}
+        parts = {x.split(".")[0]: f"--config.{x}" for x in reversed(names) if "." in x}
+        known = parts | full | ends | known  # a section stands for its first field
     word = name.lstrip("-").lower().replace("-", "_")
     last = word.split(".")[-1]
     word = last if word not in known and last in known else word
@@ -195,13 +221,14 @@ def help_text(values: flags.FlagValues, program: str = "") -> str:
         lines += _row(shown, f"{words}{given}")
     if "config" in values:
         lines += ["", HEADING]
-        section = None
-        for field, value in ((name, flatten(Config())[name]) for name in TYPES):
+        kind, section = _kind(values), None
+        defaults = flatten(values["config"].value or kind())
+        for field in flag_types(kind):
             if field.rpartition(".")[0] != section:
                 section = field.rpartition(".")[0]
                 lines.append("")
-            text = f"{FIELDS[field].metadata['help']} It {allowed(field)}."
-            lines += _row(f"--config.{field}={value}", text)
+            text = f"{fields(kind)[field].metadata['help']} It {allowed(field, kind)}."
+            lines += _row(f"--config.{field}={defaults[field]}", text)
     return "\n".join(lines)
 
 
@@ -217,8 +244,8 @@ def _row(flag: str, text: str) -> list[str]:
 def _flag_error(message: str, values: flags.FlagValues) -> str:
     """Return absl's message as one line, with the allowed values of the flag or field."""
     given = re.match(r"flag --(config\.([\w.]+)=.*?): ", message, re.DOTALL)
-    if given and given[2] in TYPES:
-        return f"{_one_line(given[1])}: {allowed(given[2])}"
+    if given and "config" in values and given[2] in flag_types(_kind(values)):
+        return f"{_one_line(given[1])}: {allowed(given[2], _kind(values))}"
     if missing := re.match(r"flag --(\w+)=None: ", message):
         return f"--{missing[1]} is missing: {values[missing[1]].help}"
     return _one_line(message)
@@ -236,6 +263,7 @@ COMMON = {
     "data_sets": "names of data sets; all if none",
     "graphs": "names of generated graphs or files in data_dir/graphs; the paper's if none",
     "workdir": "folder of the run",
+    "task": "module or file that defines the task of the run, if it is not one of vit",
     "step": "step of the checkpoint, or best; the newest if none",
     "config": "bundled config or file with get_config()",
     "parts": "parts of the experiment",
@@ -262,7 +290,7 @@ def define(
     parameters = list(inspect.signature(main, eval_str=True).parameters.values())
     for p in parameters:
         if p.name == "config":
-            define_config(help_texts[p.name], values)
+            flags.DEFINE_string("config", None, help_texts[p.name], values)
         elif hasattr(p.annotation, "_fields"):
             define(p.annotation, None, values)
         elif p.kind not in WORDS:

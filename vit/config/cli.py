@@ -97,12 +97,17 @@ def run(script: str, listed: dict[str, tuple[str, str]]) -> None:
         sys.exit(f"{script} {name}: {missing(error)}")
 
 
+def vit_programs() -> dict[str, tuple[str, str]]:
+    """Return the programs of `performer-vit` by name, in the order in which they are used."""
+    listed = {name.replace("_", "-"): program for name, program in programs("vit").items()}
+    others = sorted(listed.keys() - set(WORK))
+    return {name: listed[name] for name in (*WORK, *others)}
+
+
 def vit() -> None:
     """Run the console script `performer-vit`, with modules of the current folder, as `python -m`.
 
     The folder is last on the path, so that no file in it takes the place of a package.
     """
     sys.path.append(os.getcwd())
-    listed = {name.replace("_", "-"): program for name, program in programs("vit").items()}
-    others = sorted(listed.keys() - set(WORK))
-    run("performer-vit", {name: listed[name] for name in (*WORK, *others)})
+    run("performer-vit", vit_programs())

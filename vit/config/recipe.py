@@ -23,7 +23,7 @@ from vit import data
 from vit.config import Attention, Config, Data, Model, Optim, check_fields, flatten, with_values
 from vit.config.cli import command
 from vit.data import augment
-from vit.run import buckets
+from vit.storage import buckets
 
 EPOCHS, FEWEST_STEPS = 90, 600
 LARGEST_BATCH = 4096

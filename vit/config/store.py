@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from performer.choices import unknown
+from vit.config.base import TrainConfig, fields, flatten, placement, sections
 from vit.config.cli import command
-from vit.config.fields import SECTIONS, SIZES, Block, Config, blocks, flatten
+from vit.config.images import SIZES, Config
 from vit.config.rules import check_fields
-from vit.run import files
+from vit.config.tasks import definition
+from vit.storage import files
 
 BUNDLED = Path(__file__).parents[1] / "configs"
 
@@ -31,8 +33,10 @@ def bundled_path(name: str) -> Path:
     return paths[name]
 
 
-def bundled(name: str) -> Config:
-    """Return the config of a file; in "my_images:data/photos" the argument follows the colon.
+def bundled(name: str) -> Any:
+    """Return the config of a file, of any task.
+
+    In "my_images:data/photos" the argument of `get_config` follows the colon.
 
     Raises:
         ValueError: as `bundled_path`, as the file, or if it returns no config, takes no such
@@ -55,7 +59,7 @@ def bundled(name: str) -> Config:
             f"{stem} changes vit.config.SIZES, so its variants would mean other models elsewhere:"
             " set config.model.width, depth, num_heads and mlp_dim instead"
         )
-    if not isinstance(config, Config):
+    if not isinstance(config, TrainConfig):
         kind = type(config).__name__
         raise ValueError(f"get_config() must return a vit.config.Config, it returned a {kind}")
     return config
@@ -71,36 +75,51 @@ def _check_argument(get_config: Callable[..., Any], stem: str, argument: list[st
         raise ValueError(f"{given}: {error}; {fix}") from error
 
 
-def save(config: Config, path: Path) -> None:
-    """Write the config as JSON, atomically."""
-    values = dataclasses.asdict(config)
-    values["attention"]["blocks"] = [block._asdict() for block in config.attention.blocks]
+def save(config: TrainConfig, path: Path) -> None:
+    """Write the name of the task and the config as JSON, atomically."""
+    values: dict[str, Any] = {"task": config.task}
+    values |= {name: dataclasses.asdict(getattr(config, name)) for name in sections(type(config))}
+    for name, value in flatten(config).items():
+        section, _, own = name.rpartition(".")
+        if "records" in fields(type(config))[name].metadata:
+            values[section][own] = [record._asdict() for record in value]
+        elif not section:
+            values[own] = value
     files.write(path, json.dumps(values, indent=2) + "\n")
 
 
-def load(path: Path) -> Config:
+def load(path: Path) -> Any:
     """Read a config that `save` wrote.
 
     Raises:
-        ValueError: if the file is no config of this version; the message names the field.
+        ValueError: if the task is not defined, or the file is no config of this version; the
+            message names the field.
     """
     try:
         values = files.parsed(path.read_bytes(), object_pairs_hook=_unique)
-        attention = values.get("attention", {})
-        if attention.get("implementation") == "xla":  # its earlier name
-            attention["implementation"] = "blocked"
-        if attention.get("mask") == "none":  # an earlier field, of masks without a gain
-            del attention["mask"]
-        earlier = [attention.pop(name, unset) for name, unset in EARLIER.items()]
-        attention["blocks"] = tuple(Block(**block) for block in attention.get("blocks", ()))
-        sections = {name: kind(**values[name]) for name, kind in SECTIONS.items() if name in values}
-        config = Config(**(values | sections))
-        if earlier != [*EARLIER.values()]:
-            config.attention.blocks = _of_earlier(config, *earlier)
-        check_fields(config)
+        name = str(values.pop("task", Config.task))  # earlier runs classified images
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error
+    try:
+        kind = definition(name).config
+    except ValueError as error:
+        raise ValueError(f"{path.parent} holds a run of another task: {error}") from error
+    try:
+        config = _of_values(kind, values)
+        check_fields(config)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a config of this version: {error}") from error
     return config
+
+
+def _of_values(kind: type[TrainConfig], values: dict[str, Any]) -> TrainConfig:
+    """Return the config of the values of a file, whose lists of records become tuples."""
+    for name, field in fields(kind).items():
+        section, _, own = name.rpartition(".")
+        if (record := field.metadata.get("records")) and own in values.get(section, {}):
+            values[section][own] = tuple(record(**each) for each in values[section][own])
+    given = sections(kind).items()
+    return kind(**(values | {name: part(**values[name]) for name, part in given if name in values}))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -111,36 +130,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-EARLIER = {"sizes": "", "exact_layers": "", "transferred": False}
-"""Earlier fields of the section `attention`, and their defaults."""
-
-
-def _of_earlier(config: Config, sizes: str, exact: str, transferred: bool) -> tuple[Block, ...]:
-    """Return the blocks of earlier fields: sizes "64+16+1,...", exact blocks "0,3".
-
-    Raises:
-        ValueError: if the sizes are not three numbers for each block, the exact blocks not
-            increasing numbers of blocks, or `transferred` not true or false.
-    """
-    depth, names = config.model.size.depth, ("num_features", "exact_keys", "exact_rows")
-    numbers = [[int(x) for x in each.split("+")] for each in sizes.split(",")] if sizes else []
-    if sizes and [len(each) for each in numbers] != [len(names)] * depth:
-        raise ValueError(f"attention.sizes={sizes!r} must have M+KEYS+ROWS for each of {depth}")
-    layers = [int(x) for x in exact.split(",")] if exact else []
-    if layers != sorted({*layers} & {*range(depth)}):
-        raise ValueError(f"attention.exact_layers={exact!r} must increase from 0 to {depth - 1}")
-    if not isinstance(transferred, bool):
-        raise ValueError(f"attention.transferred={transferred!r} must be true or false")
-    new = [block._replace(transferred=transferred) for block in blocks(config)]
-    for i, each in enumerate(numbers):
-        changes: Any = dict(zip(names, each, strict=True))
-        new[i] = new[i]._replace(**changes)
-    for i in layers:
-        new[i] = new[i]._replace(kind="softmax")
-    return tuple(new)
-
-
-def of_run(workdir: Path) -> Config:
+def of_run(workdir: Path) -> Any:
     """Return the config of the run in a folder.
 
     Raises:
@@ -153,22 +143,13 @@ def of_run(workdir: Path) -> Config:
     return load(path)
 
 
-PLACEMENT = (
-    "data.dir",
-    "data.num_workers",
-    "fsdp",
-    "seq",
-    "checkpoint_every",
-    "keep_every",
-)
-"""Fields that do not change what a run computes: a resumed run may have others."""
-
-
-def differences(old: Config, new: Config) -> list[str]:
+def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     """Return a line for each field that makes another run, as "seed: 0 -> 1"."""
+    if old.task != new.task:
+        return [f"task: {old.task!r} -> {new.task!r}"]
     before, after = flatten(old), flatten(new)
     return [
         f"{name}: {before[name]!r} -> {after[name]!r}"
         for name in before
-        if before[name] != after[name] and name not in PLACEMENT
+        if before[name] != after[name] and name not in placement(type(old))
     ]

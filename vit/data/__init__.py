@@ -34,7 +34,7 @@ from vit import config
 from vit.config.cli import command
 from vit.data import augment, classes
 from vit.data.sources import forms
-from vit.run import buckets, devices
+from vit.storage import buckets, machine
 
 Batch = dict[str, Any]
 """Arrays of the examples by name, NumPy or JAX; for evaluation also `mask`."""
@@ -102,14 +102,14 @@ class Dataset(NamedTuple):
     """Names of the labels 0, 1, ... of images with a class."""
     channels: int = 0
     decode: Callable[..., Batch] = labelled_image
-    """(record, generator or None in evaluation, section of the config, data set) -> an example:
+    """(record, generator or None in evaluation, section `data`, data set) -> an example:
     arrays by name, of the same shapes for every record. Evaluation uses the name "mask"."""
     blank: Callable[..., Batch] = blank_image
-    """(section of the config, data set) -> an example that pads the last batch."""
+    """(section `data`, data set) -> an example that pads the last batch."""
     fingerprint: Callable[[], str] = str
     """() -> a text that changes with the examples; empty if it is not known."""
-    shared: int = 0
-    """Number of records in both sequences, if it is known."""
+    shared: str = ""
+    """Message if both sequences have records in common: no run is trained on them."""
 
     @property
     def num_classes(self) -> int:
@@ -253,28 +253,59 @@ def load(data: config.Data) -> Dataset:
     return dataset
 
 
-def check(dataset: Dataset, data: config.Data, name: str = "") -> None:
+KNOWN = {
+    "digits": (1_437, 360, 10, 1),
+    "fashion_mnist": (60_000, 10_000, 10, 1),
+    "imagenet2012": (1_281_167, 50_000, 1_000, 3),
+    "imagenette": (9_469, 3_925, 10, 3),
+    "places365": (1_803_460, 36_500, 365, 3),
+    "inaturalist2021": (2_686_843, 100_000, 10_000, 3),
+}
+"""Public data sets: training and evaluation examples, classes, channels."""
+
+
+def sized(data: config.Data, size: Sequence[int] = (), is_absent: bool = False) -> Dataset | None:
+    """Return a data set of known size without examples; None to open the one of the config.
+
+    It is opened if its folder exists and neither a size is given nor `is_absent` true.
+
+    Args:
+        data: section of the config.
+        size: numbers of training examples, evaluation examples, classes and channels.
+        is_absent: True to open nothing.
+
+    Raises:
+        ValueError: when the size is not known.
+    """
+    folder = buckets.path(data.dir) / data.name
+    is_there = data.name == "digits" or folder.exists()
+    if not is_absent and not size and (is_there or data.name not in KNOWN):
+        return None
+    if not size and data.name not in KNOWN:
+        raise ValueError(
+            f"the size of config.data.name={data.name!r} is not known (known are"
+            f" {', '.join(KNOWN)}): give --data_size=TRAIN,EVALUATION,CLASSES,CHANNELS"
+        )
+    train, evaluation, classes, channels = size if size else KNOWN[data.name]
+    names = tuple(map(str, range(classes)))
+    return Dataset(range(train), range(evaluation), names, channels)
+
+
+def check(dataset: Dataset, data: config.Batches, name: str = "") -> None:
     """Raise ValueError if training has less than a batch, or evaluation nothing."""
     if not len(dataset.evaluation):
-        raise ValueError(f"config.data.eval_split={data.eval_split!r}{name} is empty")
+        raise ValueError(f"the evaluation split {data.split!r}{name} is empty")
     if len(dataset.train) < data.batch_size:
         raise ValueError(
-            f"config.data.batch_size={data.batch_size} is larger than the training split"
-            f" {data.train_split!r}{name} with {len(dataset.train)} records"
+            f"config.data.batch_size={data.batch_size} is larger than the training split{name} with"
+            f" {len(dataset.train)} records"
         )
 
 
-def check_apart(dataset: Dataset, data: config.Data) -> None:
+def check_apart(dataset: Dataset) -> None:
     """Raise ValueError if training and evaluation have records in common."""
     if dataset.shared:
-        evaluate = command("evaluate", workdir="RUN", split=data.eval_split)
-        raise ValueError(
-            f"config.data.train_split={data.train_split!r} and"
-            f" config.data.eval_split={data.eval_split!r} have {dataset.shared} records in common:"
-            " measured would be what was memorised. Take parts that do not overlap, such as"
-            " train[:90%] and train[90%:]. A trained run is evaluated on its training examples by"
-            f" {evaluate}"
-        )
+        raise ValueError(dataset.shared)
 
 
 def splits(data: config.Data) -> dict[str, int]:
@@ -332,12 +363,20 @@ def _from_tfds(data: config.Data) -> Dataset:
     folder = epath.Path(builder.data_path)
     files = fingerprint(lambda: _files(folder))
     read = (known[x].file_instructions for x in (data.train_split, data.eval_split))
+    number = _shared(*read)
+    evaluate = command("evaluate", workdir="RUN", split=data.eval_split)
+    shared = (
+        f"config.data.train_split={data.train_split!r} and config.data.eval_split"
+        f"={data.eval_split!r} have {number} records in common: measured would be what was"
+        " memorised. Take parts that do not overlap, such as train[:90%] and train[90%:]. A trained"
+        f" run is evaluated on its training examples by {evaluate}"
+    )
     return Dataset(
         *sources,
         class_names=class_names,
         channels=channels,
         fingerprint=files,
-        shared=_shared(*read),
+        shared=shared * (number > 0),
     )
 
 
@@ -410,7 +449,7 @@ def _folders(root: epath.Path) -> dict[str, epath.Path]:
 
 def train_batches(
     dataset: Dataset,
-    data: config.Data,
+    data: config.Batches,
     seed: int,
     process: int = 0,
     processes: int = 1,
@@ -451,7 +490,7 @@ def train_batches(
 
 
 def eval_batches(
-    dataset: Dataset, data: config.Data, process: int = 0, processes: int = 1
+    dataset: Dataset, data: config.Batches, process: int = 0, processes: int = 1
 ) -> Iterator[Batch]:
     """Yield every evaluation example once, in order, in batches of the same shape.
 
@@ -484,20 +523,22 @@ def num_workers(requested: int, batch_bytes: int, folder: Path = SHARED) -> int:
         batch_bytes: size of a batch of this host.
         folder: folder of the shared memory.
     """
-    number = devices.cores() - 1 if requested < 0 else requested
+    number = machine.cores() - 1 if requested < 0 else requested
     if not number or not folder.is_dir():
         return number
     there = os.statvfs(folder)
     return min(number, max(0, there.f_bavail * there.f_frsize // batch_bytes - 2) // 4)
 
 
-def batch_bytes(dataset: Dataset, data: config.Data, processes: int = 1) -> int:
+def batch_bytes(dataset: Dataset, data: config.Batches, processes: int = 1) -> int:
     """Return the bytes of a batch of one of so many processes."""
     example = dataset.blank(data, dataset).values()
     return data.batch_size // processes * sum(np.asarray(x).nbytes for x in example)
 
 
-def _training(dataset: Dataset, data: config.Data, seed: int, size: int) -> Callable[[int], Batch]:
+def _training(
+    dataset: Dataset, data: config.Batches, seed: int, size: int
+) -> Callable[[int], Batch]:
     """Return (number of a batch) -> the batch of `size` rows."""
     records = dataset.train
 
@@ -511,7 +552,7 @@ def _training(dataset: Dataset, data: config.Data, seed: int, size: int) -> Call
     return lambda number: _batch(examples.__getitem__, number, size)
 
 
-def _evaluation(dataset: Dataset, data: config.Data, size: int) -> Callable[[int], Batch]:
+def _evaluation(dataset: Dataset, data: config.Batches, size: int) -> Callable[[int], Batch]:
     """Return (number of a batch) -> the batch of `size` rows."""
     records = dataset.evaluation
 
@@ -526,7 +567,7 @@ def _evaluation(dataset: Dataset, data: config.Data, size: int) -> Callable[[int
 
 
 def _decoded(
-    dataset: Dataset, record: Any, rng: np.random.Generator | None, data: config.Data
+    dataset: Dataset, record: Any, rng: np.random.Generator | None, data: config.Batches
 ) -> Batch:
     """Return the example of a record; ValueError if it has an array named "mask"."""
     example = dataset.decode(record, rng, data, dataset)

@@ -7,6 +7,7 @@ mask adds parameters of its own.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +187,7 @@ def mlp(config: Config, rngs: nnx.Rngs) -> tuple[nnx.Linear, nnx.Linear]:
     return linear(size.width, hidden), linear(size.mlp_dim, size.width)
 
 
-def attention_of(config: Config, block: configs.Block, rngs: nnx.Rngs) -> Callable[..., Array]:
+def attention_of(config: Any, block: configs.Block, rngs: nnx.Rngs) -> Callable[..., Array]:
     """Return the `attention_fn` of a block: Flax's exact attention, or random features."""
     if block.kind == "softmax":
         return nnx.dot_product_attention

@@ -1,8 +1,13 @@
-"""Image classification: the task of runs on images with labels, with the model `ViT`."""
+"""Image classification: the task of runs on images with labels, by the model `ViT` or another.
 
-from collections.abc import Mapping
+Another model is a module with a config class, an `Architecture` and one call of `define`
+(`vit.model.mixer`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,69 +16,112 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
+from vit import config as configs
 from vit import data
-from vit.config import Block, Config, blocks
+from vit.config import Block, Config, TrainConfig, blocks
 from vit.data import Batch, Dataset, augment
 from vit.model import ViT
-from vit.task import SUBJECTS, Sums, Task, Triple
-
-NAME = "classification"
+from vit.task import Sums, Task, Triple, no_attention, no_distances
 
 Examples = tuple[Array, Array]
 """Images and class probabilities."""
 
 
+class Architecture(NamedTuple):
+    """A model of images, with the functions of its task."""
+
+    create: Callable[..., nnx.Module]
+    """(config, num_classes, channels, rngs) -> a new model, images -> (logits, intermediates), of
+    which "pooled" is the input of the head."""
+    operations: Callable[..., float] | None = None
+    """(config, num_classes, channels) -> operations of the forward pass for one image."""
+    layers: Callable[[Any], Sequence[Any]] = no_attention
+    """As in `vit.task.Task`."""
+    projections: Callable[[Any, Batch], list[Triple]] = no_attention
+    """As in `vit.task.Task`."""
+    distances: Callable[[Any], Any] = no_distances
+    """As in `vit.task.Task`."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {}
+"""Models of images by the name of their task."""
+
+
+def define(config: type[TrainConfig], architecture: Architecture) -> None:
+    """Add a task of image classification, whose config has the sections `data` and `optim` here."""
+    ARCHITECTURES[config.task] = architecture
+    configs.define(config, opened, sized)
+
+
 @cache
-def task(num_classes: int, channels: int, kind: str = "softmax") -> Task:
+def task(num_classes: int, channels: int, kind: str = "softmax", name: str = Config.task) -> Task:
     """Return the task: cross entropy with smoothing, mixup and CutMix; top-1 and top-5 accuracy.
 
     Args:
         num_classes: number of classes.
         channels: channels of the images.
         kind: kind of loss, `config.optim.loss`.
+        name: name of the task, in `ARCHITECTURES`.
     """
+    model, sizes = ARCHITECTURES[name], dict(num_classes=num_classes, channels=channels)
     return Task(
-        create=partial(ViT, num_classes=num_classes, channels=channels),
+        create=partial(model.create, **sizes),
         loss=partial(loss, kind=kind),
         count=partial(count, kind=kind),
         results=results,
         examples=partial(examples, num_classes),
-        operations=partial(forward_flops, num_classes=num_classes, channels=channels),
-        layers=layers,
-        projections=projections,
-        distances=distances,
+        operations=model.operations and partial(model.operations, **sizes),
+        layers=model.layers,
+        projections=model.projections,
+        distances=model.distances,
         noun="image",
-        name=NAME,
-        command="performer-vit",
     )
 
 
-def of_run(config: Config, described: Mapping[str, Any]) -> tuple[Dataset, Task]:
+def check_images(workdir: Path, config: Any) -> None:
+    """Raise ValueError unless the run in a folder classifies images."""
+    if config.task not in ARCHITECTURES:
+        raise ValueError(
+            f"{workdir} holds a run of the task {config.task!r}: vit.load, vit.predict, vit.export,"
+            " --report=classes and evaluation on other data are for runs that classify images"
+        )
+
+
+def opened(
+    config: Any, described: Mapping[str, Any], dataset: Dataset | None = None
+) -> tuple[Dataset, Task]:
     """Return the data set of the config, and the task of classifying its images.
 
-    Labels are the run's, by the names in its `task.json`, and so are the channels of the images.
+    Labels are the run's, by the names in its `task.json`, and so are the channels of the images
+    that are opened here.
 
     Raises:
         ValueError: as `data.load`; or if the data have classes that the run does not have.
     """
-    dataset = data.load(config.data)
-    if described:
-        class_names = described["class_names"]
-        dataset = dataset._replace(channels=described["channels"])
-        try:
-            dataset = data.with_classes(dataset, class_names)
-        except ValueError as error:
-            raise ValueError(
-                f"config.data.name={config.data.name!r} in config.data.dir={config.data.dir!r} is"
-                f" not the data set of the run: {error}"
-            ) from error
-    return dataset, task(dataset.num_classes, dataset.channels, config.optim.loss)
+    if dataset is not None:
+        if config.data.name:
+            data.check(dataset, config.data)
+    else:
+        dataset = data.load(config.data)
+        if described:
+            dataset = dataset._replace(channels=described["channels"])
+            try:
+                dataset = data.with_classes(dataset, described["class_names"])
+            except ValueError as error:
+                raise ValueError(
+                    f"config.data.name={config.data.name!r} in config.data.dir="
+                    f"{config.data.dir!r} is not the data set of the run: {error}"
+                ) from error
+    sizes = dataset.num_classes, dataset.channels
+    return dataset, task(*sizes, config.optim.loss, config.task)
 
 
-SUBJECTS[NAME] = of_run
+def sized(config: Any, size: Sequence[int], is_absent: bool) -> Dataset | None:
+    """Return a data set without examples for a dry run, as `data.sized`."""
+    return data.sized(config.data, size, is_absent)
 
 
-def examples(num_classes: int, config: Config, key: Array, batch: Batch) -> Examples:
+def examples(num_classes: int, config: Any, key: Array, batch: Batch) -> Examples:
     """Return a training batch with smoothed labels, after mixup or CutMix if configured."""
     images, labels = batch["image"], batch["label"]
     targets = jax.nn.one_hot(labels, num_classes)
@@ -91,7 +139,7 @@ def sigmoid_cross_entropy(
     return jnp.sum(optax.losses.sigmoid_binary_cross_entropy(logits, targets), axis=-1)
 
 
-def loss(model: ViT, examples: Examples, kind: str = "softmax") -> tuple[Array, Sums]:
+def loss(model: Any, examples: Examples, kind: str = "softmax") -> tuple[Array, Sums]:
     """Return the mean cross entropy, and the number of correct answers ("accuracy").
 
     The correct class of a blend of two images is the class of the larger share.
@@ -104,7 +152,7 @@ def loss(model: ViT, examples: Examples, kind: str = "softmax") -> tuple[Array, 
     return losses.mean(), {"accuracy": jnp.sum(right)}
 
 
-def count(model: ViT, batch: Batch, kind: str = "softmax") -> Sums:
+def count(model: Any, batch: Batch, kind: str = "softmax") -> Sums:
     """Return sums over the unmasked examples of a batch: loss, and those of `counts`."""
     logits, _ = model(batch["image"])
     labels = batch["label"]
@@ -210,3 +258,15 @@ def forward_flops(config: Config, *, num_classes: int, channels: int) -> float:
         head = width * (read + num_classes)
     ends = 2 * patches * patch_size**2 * channels * width + pooled + 2 * head
     return float(size.depth * layer + attention + ends)
+
+
+define(
+    Config,
+    Architecture(
+        create=ViT,
+        operations=forward_flops,
+        layers=layers,
+        projections=projections,
+        distances=distances,
+    ),
+)

@@ -6,6 +6,7 @@ coupling and with the calibration of each layer. `performer.analysis` defines th
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -146,7 +147,6 @@ def report_attention(
     images: int = 8,
     draws: int = 16,
     dataset: data.Dataset | None = None,
-    task: Task | None = None,
     step: int | str | None = None,
 ) -> str:
     """Write the attention errors of a run on its evaluation examples, and return the table.
@@ -157,13 +157,13 @@ def report_attention(
         images: number of examples.
         draws: draws of the frequencies.
         dataset: as `runs.restore`.
-        task: as `runs.restore`.
         step: as `runs.restore`.
 
     Raises:
         ValueError: if there is no such run, or its task does not describe its attention.
     """
-    run = runs.restore(workdir, dataset, task, step)
+    check_attention(workdir, configs.of_run(workdir))
+    run = runs.restore(workdir, dataset, step)
     config, attention = run.config, run.config.attention
     records = rows(
         run.task,
@@ -181,7 +181,16 @@ def report_attention(
     return note(workdir, config) + write(records, out, title)
 
 
-def note(workdir: Path, config: configs.Config) -> str:
+def check_attention(workdir: Path, config: configs.TrainConfig) -> None:
+    """Raise ValueError unless the config of a run has the section `attention`."""
+    if "attention" not in configs.sections(type(config)):
+        raise ValueError(
+            f"{workdir} holds a run of the task {config.task!r}, whose config has no section"
+            " attention: its model has no attention to report, draw or convert"
+        )
+
+
+def note(workdir: Path, config: Any) -> str:
     """Return a sentence on the errors where they are not of the attention that the run computes."""
     attention = config.attention
     if attention.kind == "softmax":

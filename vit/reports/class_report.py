@@ -12,7 +12,7 @@ as in `vit.model.classification.counts`: an image is right if no other logit is 
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
+from vit import config as configs
 from vit.data import Batch
-from vit.model import ViT, classification
+from vit.model import classification
 from vit.model.classification import label_rank
 from vit.reports import report
 from vit.run import runs
-from vit.task import of_folder
 
 
 class Tally(NamedTuple):
@@ -49,7 +49,7 @@ def outcomes(
     return jnp.where(rank == 0, labels, other), rank
 
 
-def tally(model: ViT, batches: Iterable[Batch], num_classes: int) -> Tally:
+def tally(model: Any, batches: Iterable[Batch], num_classes: int) -> Tally:
     """Count the unmasked examples.
 
     Args:
@@ -106,7 +106,7 @@ def report_classes(workdir: Path, step: int | str | None = None) -> str:
     Raises:
         ValueError: as `runs.restore`, or for a run of another task.
     """
-    of_folder(workdir, classification.NAME)
+    classification.check_images(workdir, configs.of_run(workdir))
     run = runs.restore(workdir, step=step)
     counted = tally(run.model(), run.batches(), run.dataset.num_classes)
     return write(counted, run.dataset.class_names, workdir)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vit.reports import report
-from vit.run import files
+from vit.storage import files
 
 Record = dict[str, Any]
 

@@ -15,7 +15,7 @@ import jax
 from PIL import Image
 
 from vit.config import cli
-from vit.run import devices, files
+from vit.storage import files, machine
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "scipy")
 
@@ -116,7 +116,7 @@ def versions() -> dict[str, str]:
     return {package: metadata.version(package) for package in PACKAGES} | {
         "python": platform.python_version(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "host": f"{platform.machine()}, {devices.cores()} cores",
+        "host": f"{platform.machine()}, {machine.cores()} cores",
     }
 
 

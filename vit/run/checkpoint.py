@@ -19,8 +19,9 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from vit.reports import metrics
-from vit.run import buckets, devices
-from vit.run.buckets import Address
+from vit.run import devices
+from vit.storage import buckets
+from vit.storage.buckets import Address
 
 COMMITTED = "commit_success.txt"
 """Last object of a checkpoint of Orbax in a bucket."""

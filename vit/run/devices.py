@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from vit.config import Config
+from vit.config import TrainConfig
 
 SMALLEST = 4096
 """Arrays with fewer elements are not split: gathering them costs more than keeping them."""
@@ -104,13 +104,6 @@ def check_alone(otherwise: str = "") -> None:
         )
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def agree(value: bool) -> bool:
     """Return the value of process 0."""
     if jax.process_count() == 1:
@@ -153,7 +146,7 @@ def check_same(values: dict[str, Any]) -> None:
         )
 
 
-def mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
+def mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Return the mesh (data, fsdp, seq) of all devices, or of those given.
 
     The devices of "fsdp" and "seq" are of one slice of TPUs; "data" runs over all slices.

@@ -5,8 +5,8 @@ Absent devices are TPU slices by number, name and shape, or GPUs of one host:
     v5e:4x4   2xv5e:4x4   v6e:2x2   v5p:2x2x2   v4:2x2x1   h100:8   h200:8   a100:8
 
 Their compilers run on any machine: `libtpu` for TPUs, JAX's CUDA plugin for GPUs, which the files
-in `targets` describe. No data set is read then: its size is in `KNOWN`, or given. Nor are data read
-that are not there, if their size is in `KNOWN`.
+in `targets` describe. A task may know the size of its data without reading them
+(`vit.config.Definition.sized`).
 """
 
 import collections
@@ -25,18 +25,9 @@ from jax.experimental import topologies
 from performer.attention.kernels import which
 from vit import config as configs
 from vit import data
-from vit.run import buckets, devices, runs
+from vit.run import devices, runs
 from vit.run.steps import parameters
-
-KNOWN = {
-    "digits": (1_437, 360, 10, 1),
-    "fashion_mnist": (60_000, 10_000, 10, 1),
-    "imagenet2012": (1_281_167, 50_000, 1_000, 3),
-    "imagenette": (9_469, 3_925, 10, 3),
-    "places365": (1_803_460, 36_500, 365, 3),
-    "inaturalist2021": (2_686_843, 100_000, 10_000, 3),
-}
-"""Public data sets: training and evaluation examples, classes, channels."""
+from vit.task import opened
 
 Plan = dict[str, Any]
 """Cost of a run as returned by `plan`."""
@@ -47,7 +38,7 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "
 
 ADVICE = (
     "use a smaller config.data.batch_size, more devices, a larger config.fsdp (sharded parameters),"
-    " config.optim.accumulate (a batch in parts) or config.model.remat=true"
+    " config.optim.accumulate (a batch in parts) or, if the model has it, config.model.remat=true"
 )
 
 
@@ -99,46 +90,37 @@ def absent(topology: str) -> Sequence[Any]:
         ) from error
 
 
-def dataset(
-    config: configs.Config, topology: str = "", size: Sequence[int] = ()
+def sized(
+    config: configs.TrainConfig, topology: str = "", size: Sequence[int] = ()
 ) -> data.Dataset | None:
-    """Return a data set of known size without data; None to read the data set of the config.
-
-    Data are read if they are there and neither a topology nor a size is given.
+    """Return a data set of known size without examples; None to open the data set of the config.
 
     Args:
         config: config of the run.
         topology: as above; "" for the present devices.
-        size: numbers of training examples, evaluation examples, classes and channels.
+        size: sizes, for `--data_size`.
 
     Raises:
-        ValueError: when the size is missing.
+        ValueError: when the size is missing, or given for a task that always opens its data.
     """
-    folder = buckets.path(config.data.dir) / config.data.name
-    is_there = config.data.name == "digits" or folder.exists()
-    if not topology and not size and (is_there or config.data.name not in KNOWN):
-        return None
-    if not size and config.data.name not in KNOWN:
-        raise ValueError(
-            f"the size of config.data.name={config.data.name!r} is not known (known are"
-            f" {', '.join(KNOWN)}): give --data_size=TRAIN,EVALUATION,CLASSES,CHANNELS"
-        )
-    train, evaluation, classes, channels = size if size else KNOWN[config.data.name]
-    names = tuple(map(str, range(classes)))
-    return data.Dataset(range(train), range(evaluation), names, channels)
+    of_task = configs.definition(config.task).sized
+    if of_task:
+        return of_task(config, size, bool(topology))
+    if size:
+        raise ValueError(f"--data_size is not supported by the task {config.task!r}: remove it")
 
 
 def plan(
-    config: configs.Config,
+    config: configs.TrainConfig,
     topology: str = "",
-    dataset: data.Dataset | None = None,
+    size: Sequence[int] = (),
 ) -> Plan:
     """Compile the training and the evaluation step of a run and return their cost.
 
     Args:
         config: config of the run.
         topology: as above; "" for the present devices.
-        dataset: data set; only its sizes and a blank example are read. None for the config's.
+        size: sizes of the data, as the `sized` of the task takes them; () for its own.
 
     Raises:
         ValueError: as `vit.run.loop.train`, or for a config that does not fit the topology.
@@ -146,8 +128,8 @@ def plan(
     there = absent(topology) if topology else jax.devices()
     configs.validate(config)
     mesh = devices.mesh(config, there)
-    dataset, task = runs.subject(config, dataset)
-    data.check_apart(dataset, config.data)
+    dataset, task = opened(config, dataset=sized(config, topology, size))
+    data.check_apart(dataset)
     steps_per_epoch, num_steps = runs.length(config, dataset)
     program = runs.program(config, dataset, task, mesh)
     batch, masked = (runs.abstract_batch(dataset, config, mesh, mask=m) for m in (False, True))

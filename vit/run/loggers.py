@@ -17,14 +17,14 @@ from typing import Any
 from performer.choices import unknown
 from vit import config as configs
 from vit.reports import metrics
-from vit.run import buckets, files
+from vit.storage import buckets, files
 
 Write = Callable[[metrics.Record], object]
 """Function of a record of the log."""
 
 
 @contextlib.contextmanager
-def tensorboard(workdir: Path, config: configs.Config) -> Iterator[Write]:
+def tensorboard(workdir: Path, config: configs.TrainConfig) -> Iterator[Write]:
     """Log to the folder `workdir`/tensorboard; records after the last checkpoint are hidden."""
     del config
     buckets.check_local(workdir, "with --log=tensorboard, --workdir=")
@@ -41,7 +41,7 @@ def tensorboard(workdir: Path, config: configs.Config) -> Iterator[Write]:
 
 
 @contextlib.contextmanager
-def wandb(workdir: Path, config: configs.Config) -> Iterator[Write]:
+def wandb(workdir: Path, config: configs.TrainConfig) -> Iterator[Write]:
     """Log to a W&B run with the name of the folder; steps that it already has are ignored."""
     path = workdir / "wandb.json"
     noted = files.noted(path) or {"id": uuid.uuid4().hex[:8]}
@@ -59,7 +59,7 @@ def wandb(workdir: Path, config: configs.Config) -> Iterator[Write]:
 
 
 @contextlib.contextmanager
-def mlflow(workdir: Path, config: configs.Config) -> Iterator[Write]:
+def mlflow(workdir: Path, config: configs.TrainConfig) -> Iterator[Write]:
     """Log to an MLflow run with the name of the folder."""
     package, path = _module("mlflow"), workdir / "mlflow.json"
     noted = files.noted(path) or {"id": None}
@@ -70,7 +70,7 @@ def mlflow(workdir: Path, config: configs.Config) -> Iterator[Write]:
         yield lambda record: package.log_metrics(record, step=record["step"])
 
 
-LOGGERS: dict[str, Callable[[Path, configs.Config], Any]] = {
+LOGGERS: dict[str, Callable[[Path, configs.TrainConfig], Any]] = {
     "tensorboard": tensorboard,
     "wandb": wandb,
     "mlflow": mlflow,
@@ -88,7 +88,7 @@ def check(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def writer(
-    names: Sequence[str], workdir: Path, config: configs.Config, lead: bool = True
+    names: Sequence[str], workdir: Path, config: configs.TrainConfig, lead: bool = True
 ) -> Iterator[Write]:
     """Yield a function that adds a record to the log of the run and to the loggers.
 

@@ -19,8 +19,9 @@ import optax
 from vit import config as configs
 from vit import data
 from vit.reports import metrics
-from vit.run import buckets, checkpoint, devices, files, loggers, runs, safety, steps
-from vit.task import Task
+from vit.run import checkpoint, devices, loggers, runs, safety, steps
+from vit.storage import buckets, files
+from vit.task import Task, opened
 
 PROFILED = 5
 """Number of traced steps; viewers fail on files of many more."""
@@ -37,7 +38,7 @@ class Progress:
     Values of a step are read, checked and logged while the next steps are computed.
     """
 
-    config: configs.Config
+    config: configs.TrainConfig
     task: Task
     rate: optax.Schedule
     steps_per_epoch: int
@@ -96,7 +97,7 @@ class Progress:
         """Log the results of an evaluation after a step."""
         record = {"step": step, "epoch": step / self.steps_per_epoch} | results
         self.write(record | {"seconds": self.seconds()})
-        split = self.config.data.eval_split
+        split = self.config.data.split
         self.line(f"step {step}: {split} {metrics.results(record)}")
 
     def _wait(self) -> None:
@@ -137,7 +138,7 @@ def means(values: Sequence[dict[str, Any]]) -> metrics.Record:
 
 
 def check_finite(
-    optim: configs.Optim,
+    optim: configs.Optimizer,
     values: Sequence[dict[str, Any]],
     last_step: int,
     names: Sequence[str],
@@ -185,10 +186,9 @@ def due(step: int, every: int, num_steps: int) -> bool:
 
 
 def train(
-    config: configs.Config,
+    config: configs.TrainConfig,
     workdir: Path,
     dataset: data.Dataset | None = None,
-    task: Task | None = None,
     *,
     profile: bool = False,
     log: Sequence[str] = (),
@@ -200,11 +200,10 @@ def train(
     uninterrupted run (on CPU bit for bit).
 
     Args:
-        config: config of the run, valid also in the fields that the task does not use.
+        config: config of the run, whose class declares the task.
         workdir: folder of the run; with several hosts on a shared file system or in a bucket
-            (`vit.run.buckets.path`).
-        dataset: as in `runs.subject`.
-        task: as in `runs.subject`.
+            (`vit.storage.buckets.path`).
+        dataset: data set that is not opened; None for the config's.
         profile: trace `PROFILED` steps after the first line of the log into `workdir`/profile.
         log: further loggers: "tensorboard", "wandb", "mlflow".
 
@@ -229,11 +228,11 @@ def train(
         buckets.check_local(workdir, "with --profile, --workdir=")
     is_new = not (workdir / "config.json").exists()
     if is_new:
-        runs.check_learned(config)
-    dataset, task = runs.subject(config, dataset, task, workdir)
+        config.check_new()
+    dataset, task = opened(config, workdir, dataset)
     if is_new:
-        data.check_apart(dataset, config.data)
-    devices.check_same(runs.shared_settings(config, dataset, task))
+        data.check_apart(dataset)
+    devices.check_same(runs.shared_settings(config, dataset))
     mesh = devices.mesh(config)
     steps_per_epoch, num_steps = runs.length(config, dataset)
     lead, path = jax.process_index() == 0, workdir / "metrics.jsonl"
@@ -246,7 +245,7 @@ def train(
         if lead:
             workdir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(files.alone(workdir / "lock"))
-            runs.claim(workdir, config, dataset, task)
+            runs.claim(workdir, config, dataset)
         stopping = stack.enter_context(safety.interruption())
 
         # Resume from the newest readable checkpoint.
@@ -263,6 +262,8 @@ def train(
         names = list(steps.parameters(program.abstract))
         run = steps_per_epoch, num_steps
         progress = Progress(config, task, rate, *run, names, write, lead, start)
+        if devices.peak_flops() and not task.operations:
+            progress.line("MFU is not logged: the task does not count its operations")
         # The evaluation that a run was stopped or killed in.
         owed = due(first, config.eval_every, num_steps) and not devices.agree(
             bool(past) and past[-1]["step"] == first and "eval_loss" in past[-1]

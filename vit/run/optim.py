@@ -14,7 +14,7 @@ from vit import config
 from vit.task import no_distances
 
 
-def schedule(optim: config.Optim, num_steps: int) -> optax.Schedule:
+def schedule(optim: config.Optimizer, num_steps: int) -> optax.Schedule:
     """Return step -> learning rate: linear warm-up from 0, constant, half a cosine to the end.
 
     Args:
@@ -45,7 +45,7 @@ def schedule(optim: config.Optim, num_steps: int) -> optax.Schedule:
 
 
 def optimizer(
-    optim: config.Optim,
+    optim: config.Optimizer,
     rate: optax.Schedule,
     distances: Callable[[optax.Params], Any] = no_distances,
 ) -> optax.GradientTransformation:

@@ -19,17 +19,17 @@ from jax.sharding import Mesh
 import performer
 from vit import config as configs
 from vit import data
-from vit.model import classification
 from vit.reports import metrics
-from vit.run import checkpoint, devices, files, optim, steps
+from vit.run import checkpoint, devices, optim, steps
 from vit.run.steps import Program, build, evaluated_model
-from vit.task import SUBJECTS, Task, of_folder
+from vit.storage import files
+from vit.task import Task, description_of, opened
 
 
 class Restored(NamedTuple):
     """Run restored at one of its checkpoints."""
 
-    config: configs.Config
+    config: Any
     dataset: data.Dataset
     task: Task
     mesh: Mesh
@@ -45,48 +45,8 @@ class Restored(NamedTuple):
         """Return the model in evaluation mode."""
         return evaluated_model(self.program.graph, self.state)
 
-    def with_window(self, exact_window: int) -> "Restored":
-        """Return the run with another `config.attention.exact_window`."""
-        fields = {"attention.exact_window": exact_window}
-        config = configs.with_values(self.config, fields)
-        configs.validate(config)
-        functions = program(config, self.dataset, self.task, self.mesh)
-        return self._replace(config=config, program=functions)
 
-
-def subject(
-    config: configs.Config,
-    dataset: data.Dataset | None = None,
-    task: Task | None = None,
-    workdir: Path | None = None,
-) -> tuple[data.Dataset, Task]:
-    """Return the data set and the task of a run.
-
-    Args:
-        config: config of the run.
-        dataset: data set to return; None for the run's.
-        task: task to return; None for the run's, or with a `dataset` image classification.
-        workdir: folder of the run; None for image classification.
-
-    Raises:
-        ValueError: as `data.load`; or for a folder with a run of another task, or of a task whose
-            module is not imported (`vit.task.SUBJECTS`).
-    """
-    if dataset is None and task is None:
-        described = of_folder(workdir, *SUBJECTS) if workdir else {}
-        return SUBJECTS[described.get("task", classification.NAME)](config, described)
-    if dataset is None:
-        dataset = data.load(config.data)
-    elif config.data.name:
-        data.check(dataset, config.data)
-    sizes = dataset.num_classes, dataset.channels
-    task = task or classification.task(*sizes, config.optim.loss)
-    if workdir:
-        of_folder(workdir, task.name)
-    return dataset, task
-
-
-def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
+def length(config: configs.TrainConfig, dataset: data.Dataset) -> tuple[int, int]:
     """Return the numbers of steps of an epoch and of the run.
 
     Raises:
@@ -102,25 +62,25 @@ def length(config: configs.Config, dataset: data.Dataset) -> tuple[int, int]:
     return steps_per_epoch, round(num_steps)
 
 
-def program(config: configs.Config, dataset: data.Dataset, task: Task, mesh: Mesh) -> Program:
+def program(config: configs.TrainConfig, dataset: data.Dataset, task: Task, mesh: Mesh) -> Program:
     """Return the programs of the run; ValueError as `length` and `steps.build`."""
     return build(config, task, length(config, dataset)[1], mesh)
 
 
-def rate(config: configs.Config, dataset: data.Dataset) -> optax.Schedule:
-    """Return the learning rate of the run by step; 0 for a config without data.
+def rate(config: configs.TrainConfig, dataset: data.Dataset) -> optax.Schedule:
+    """Return the learning rate of the run by step; 0 for a data set without training examples.
 
     Raises:
         ValueError: as `length` and `optim.schedule`.
     """
-    if not config.data.name:
+    if not len(dataset.train):
         return optax.constant_schedule(0.0)
     return optim.schedule(config.optim, length(config, dataset)[1])
 
 
 @contextlib.contextmanager
 def batches(
-    dataset: data.Dataset, config: configs.Config, mesh: Mesh, step: int
+    dataset: data.Dataset, config: configs.TrainConfig, mesh: Mesh, step: int
 ) -> Iterator[Iterator[data.Batch]]:
     """Yield the training batches of a run from a step on, as `data.train_batches`, on the devices.
 
@@ -148,7 +108,7 @@ def batches(
 
 
 def abstract_batch(
-    dataset: data.Dataset, config: configs.Config, mesh: Mesh, *, mask: bool = False
+    dataset: data.Dataset, config: configs.TrainConfig, mesh: Mesh, *, mask: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a training batch, or with `mask` of an evaluation batch."""
     extra = {"mask": np.float32(0)} if mask else {}
@@ -161,13 +121,17 @@ def abstract_batch(
     return {name: rows(x) for name, x in (dataset.blank(config.data, dataset) | extra).items()}
 
 
-def eval_batches(dataset: data.Dataset, config: configs.Config, mesh: Mesh) -> Iterator[data.Batch]:
+def eval_batches(
+    dataset: data.Dataset, config: configs.TrainConfig, mesh: Mesh
+) -> Iterator[data.Batch]:
     """Return the evaluation batches, on the devices."""
     batches = data.eval_batches(dataset, config.data, jax.process_index(), jax.process_count())
     return (devices.put(mesh, batch) for batch in batches)
 
 
-def evaluation_examples(dataset: data.Dataset, config: configs.Config, number: int) -> data.Batch:
+def evaluation_examples(
+    dataset: data.Dataset, config: configs.TrainConfig, number: int
+) -> data.Batch:
     """Return the first examples of the evaluation split as one batch."""
     return next(_batches_of(dataset.evaluation, range(number), dataset, config, number))
 
@@ -182,7 +146,11 @@ def training_examples(run: Restored, number: int) -> Iterator[data.Batch]:
 
 
 def _batches_of(
-    records: Sequence[Any], chosen: range, dataset: data.Dataset, config: configs.Config, size: int
+    records: Sequence[Any],
+    chosen: range,
+    dataset: data.Dataset,
+    config: configs.TrainConfig,
+    size: int,
 ) -> Iterator[data.Batch]:
     """Return the chosen records in batches of the size, or of their number if that is smaller."""
     few = [records[i] for i in chosen if i < len(records)]
@@ -190,31 +158,22 @@ def _batches_of(
     return data.eval_batches(dataset._replace(evaluation=few), sizes)
 
 
-def check_learned(config: configs.Config) -> None:
-    """Raise ValueError for features of attention transfer, which only another run can give."""
-    for number, block in enumerate(config.attention.blocks):
-        if block.transferred:
-            raise ValueError(
-                f"config.attention.blocks[{number}].transferred=True: such features are learned by"
-                " vit.convert. Begin from its run with --init_from, or set False to draw features"
-            )
-
-
-def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Task) -> None:
+def claim(workdir: Path, config: configs.TrainConfig, dataset: data.Dataset) -> None:
     """Create the folder of the run, with `config.json` and `task.json`.
 
-    `task.json` describes the task, so that the model can be used without its data set.
+    `task.json` describes the data, so that the model can be used without its data set.
 
     Raises:
         ValueError: when the folder contains a run with another config or other data, or a log
             without a run.
     """
-    path, new = workdir / "config.json", description(dataset, task)
+    path, new = workdir / "config.json", description(config, dataset)
     if (log := workdir / "metrics.jsonl").exists() and not path.exists():
         raise ValueError(f"{log} exists, but no {path.name} of a run: choose another --workdir")
     different = configs.differences(configs.load(path), config) if path.exists() else []
-    for name, before in of_folder(workdir, task.name).items():
-        if name not in ("command", "versions") and before != new.get(name, before):
+    before_this = {} if different else description_of(workdir, config)
+    for name, before in before_this.items():
+        if name != "versions" and before != new.get(name, before):
             different.append(f"{name}: {str(before)[:200]} -> {str(new[name])[:200]}")
     if different:
         raise ValueError(
@@ -226,14 +185,12 @@ def claim(workdir: Path, config: configs.Config, dataset: data.Dataset, task: Ta
     configs.save(config, path)
 
 
-def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
-    """Return the content of a run's `task.json`: task, settings, classes, data and versions."""
+def description(config: configs.TrainConfig, dataset: data.Dataset) -> dict[str, Any]:
+    """Return the content of a run's `task.json`: task, classes, data and versions."""
     packages = ("jax", "flax", "optax", "orbax-checkpoint")
     fingerprint = dataset.fingerprint()
     return {
-        "task": task.name,
-        "command": task.command,
-        "settings": task.settings._asdict(),
+        "task": config.task,
         "class_names": list(dataset.class_names),
         "channels": dataset.channels,
         "training examples": len(dataset.train),
@@ -247,15 +204,15 @@ def description(dataset: data.Dataset, task: Task) -> dict[str, Any]:
     }
 
 
-def shared_settings(config: configs.Config, dataset: data.Dataset, task: Task) -> dict[str, Any]:
+def shared_settings(config: configs.TrainConfig, dataset: data.Dataset) -> dict[str, Any]:
     """Return the settings that must be equal on all hosts."""
-    local_fields = ("data.dir", "data.num_workers")  # may differ between hosts
-    fields = {f"config.{k}": v for k, v in configs.flatten(config).items() if k not in local_fields}
-    return fields | description(dataset, task)
+    local = configs.local_fields(type(config))
+    fields = {f"config.{k}": v for k, v in configs.flatten(config).items() if k not in local}
+    return fields | description(config, dataset)
 
 
 def begin(
-    workdir: Path, model: nnx.Module, config: configs.Config, dataset: data.Dataset, task: Task
+    workdir: Path, model: nnx.Module, config: configs.TrainConfig, dataset: data.Dataset, task: Task
 ) -> None:
     """Write a new run at step 0 with the given model and a new optimiser.
 
@@ -265,7 +222,7 @@ def begin(
     optimizer = steps.optimizer(config, task, rate(config, dataset), model)
     with checkpoint.open_checkpoints(workdir) as checkpoints:
         checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)))
-    claim(workdir, config, dataset, task)
+    claim(workdir, config, dataset)
 
 
 def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
@@ -298,27 +255,25 @@ def last_step(log: Path) -> int:
 def restore(
     workdir: Path,
     dataset: data.Dataset | None = None,
-    task: Task | None = None,
     step: int | str | None = None,
 ) -> Restored:
     """Restore a run on any number of devices; nothing in its folder changes.
 
     Args:
         workdir: folder of the run.
-        dataset: as in `subject`.
-        task: as in `subject`.
+        dataset: data set that is not opened; None for the run's.
         step: step of the checkpoint, or "best"; None for the newest.
 
     Raises:
-        ValueError: as `subject`; when the folder has no run, or no such readable checkpoint; or
-            when the data have classes that the run does not have.
+        ValueError: as `vit.task.opened`; when the folder has no run, or no such readable
+            checkpoint; or when the data have classes that the run does not have.
     """
     config = configs.of_run(workdir)
     configs.validate(config)
-    names = (files.noted(workdir / "task.json") or {}).get("class_names")
+    names = description_of(workdir, config).get("class_names")
     if dataset is not None and dataset.class_names and names:
         dataset = data.with_classes(dataset, names)
-    dataset, task = subject(config, dataset, task, workdir)
+    dataset, task = opened(config, workdir, dataset)
     config.seq = math.gcd(config.seq, jax.device_count())
     config.fsdp = math.gcd(config.fsdp, jax.device_count() // config.seq)
     checkpoint.chosen_steps(workdir, step)

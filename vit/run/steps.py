@@ -15,7 +15,7 @@ from jaxtyping import Array, Integer
 from performer.nnx import redraw
 from vit import config as configs
 from vit import data
-from vit.config import Config
+from vit.config import TrainConfig
 from vit.reports import metrics
 from vit.run import devices, optim
 from vit.task import Model, Sums, Task, random_streams
@@ -46,7 +46,7 @@ AHEAD = 3
 """Maximum number of dispatched steps; their batches are in device memory."""
 
 
-def build(config: Config, task: Task, num_steps: int, mesh: Mesh) -> Program:
+def build(config: TrainConfig, task: Task, num_steps: int, mesh: Mesh) -> Program:
     """Return the programs of a run.
 
     They are compiled once in a process: for all seeds, training, evaluation and resumption.
@@ -61,7 +61,7 @@ def build(config: Config, task: Task, num_steps: int, mesh: Mesh) -> Program:
         ValueError: when warm-up and constant rate are longer than the run.
     """
     fields = {k: v for k, v in configs.flatten(config).items() if k not in LOOP_ONLY}
-    program = _build(tuple(fields.items()), config.model.size, task, num_steps, mesh)
+    program = _build(type(config), tuple(fields.items()), config.size, task, num_steps, mesh)
     bound = {name: _bound(getattr(program, name), config.seed) for name in ("initial", "train")}
     return program._replace(**bound)
 
@@ -76,7 +76,7 @@ def _bound(function: Any, seed: int) -> Any:
 
 
 def shapes(
-    config: Config, task: Task, rate: optax.Schedule | None = None
+    config: TrainConfig, task: Task, rate: optax.Schedule | None = None
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Return the structure of (model, optimizer) of a run, and the shapes of their state."""
     new = partial(create, config, task, rate or optax.constant_schedule(0.0), config.seed)
@@ -96,9 +96,11 @@ def parameters(state: nnx.State) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _build(fields: tuple, _: configs.Size, task: Task, num_steps: int, mesh: Mesh) -> Program:
+def _build(
+    kind: type[TrainConfig], fields: tuple, _: Any, task: Task, num_steps: int, mesh: Mesh
+) -> Program:
     """Return the programs; `initial` and `train` have the seed as first argument."""
-    config = configs.with_values(Config(), dict(fields))  # a copy that stays unchanged
+    config = configs.with_values(kind(), dict(fields))  # a copy that stays unchanged
     rate = optim.schedule(config.optim, num_steps)
     graph, arrays = shapes(config, task, rate)
     everywhere, shardings = devices.everywhere(mesh), devices.of_state(mesh, arrays)
@@ -133,21 +135,21 @@ def _on(mesh: Mesh, function: partial) -> Callable:
 
 
 def create(
-    config: Config, task: Task, rate: optax.Schedule, seed: Seed
+    config: TrainConfig, task: Task, rate: optax.Schedule, seed: Seed
 ) -> tuple[Model, nnx.Optimizer]:
     """Return a new model and its optimiser."""
     model = task.create(config, rngs=random_streams(seed))
     return model, optimizer(config, task, rate, model)
 
 
-def optimizer(config: Config, task: Task, rate: optax.Schedule, model: Model) -> nnx.Optimizer:
+def optimizer(config: TrainConfig, task: Task, rate: optax.Schedule, model: Model) -> nnx.Optimizer:
     """Return a new optimiser of the model's parameters."""
     transform = optim.optimizer(config.optim, rate, task.distances)
     return nnx.Optimizer(model, transform, wrt=nnx.Param)
 
 
 def train_step(
-    config: Config,
+    config: TrainConfig,
     task: Task,
     graph: nnx.GraphDef,
     seed: Seed,

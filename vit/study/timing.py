@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from vit.run import devices
+from vit.storage import machine
 
 
 class Program(NamedTuple):
@@ -39,7 +39,7 @@ def hardware() -> str:
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return (
         f"{device.device_kind} ({jax.device_count()} devices), {platform.machine()},"
-        f" {devices.cores()} cores{load}, jax {jax.__version__}"
+        f" {machine.cores()} cores{load}, jax {jax.__version__}"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from vit.run import files
+from vit.storage import files
 from vit.weights import google, hugging_face, timm
 from vit.weights.encoder import Encoder, as_float32, left_out
 

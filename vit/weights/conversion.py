@@ -66,7 +66,7 @@ def measured_layers(task: Task, model: nnx.Module, batches: Iterable[Any]) -> Me
 
 
 def linearized(
-    task: Task, config: configs.Config, model: Model, batches: Sequence[data.Batch]
+    task: Task, config: Any, model: Model, batches: Sequence[data.Batch]
 ) -> Callable[[Case], tuple[Model, Report]]:
     """Return (case) -> the model with a Performer's attention and its errors (`linearize`).
 

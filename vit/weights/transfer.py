@@ -34,8 +34,10 @@ from performer.nnx import PerformerAttention
 from vit import config as configs
 from vit import data, use
 from vit.data.classes import Match, matched
-from vit.run import buckets, files, runs, safety
-from vit.task import Model, Task, of_folder, random_streams
+from vit.model.classification import ARCHITECTURES
+from vit.run import runs
+from vit.storage import buckets, files, folders
+from vit.task import Model, Task, opened, random_streams
 from vit.weights.positions import resampled
 
 Resample = Callable[[Any, int], Any]
@@ -45,7 +47,7 @@ Resample = Callable[[Any, int], Any]
 class Source(NamedTuple):
     """A trained run."""
 
-    config: configs.Config
+    config: Any
     step: int
     class_names: tuple[str, ...]
     model: Model
@@ -62,10 +64,9 @@ TOGETHER = ({"embed/kernel", "embed/bias"}, HEAD)
 
 def init_from(
     source: Path,
-    config: configs.Config,
+    config: Any,
     workdir: Path,
     dataset: data.Dataset | None = None,
-    task: Task | None = None,
     match: Match = "name",
 ) -> list[str]:
     """Begin a run from another; one that exists already is left as it is, to be resumed.
@@ -74,8 +75,7 @@ def init_from(
         source: folder of a run of the same task, which is only read.
         config: config of the new run.
         workdir: folder of the new run; it appears in one piece.
-        dataset: data set of the new run, as `runs.subject`.
-        task: task of the new run, as `runs.subject`.
+        dataset: data set of the new run; None for the config's.
         match: how the classes of the head are matched, as `classes.matched`.
 
     Returns:
@@ -103,32 +103,33 @@ def init_from(
             f" --distributed, stop it, and start it on all of them (--workdir={workdir})"
         )
     configs.validate(config)
-    if task is None:  # images: no data are needed
+    if (other := configs.of_run(source).task) != config.task:
+        raise ValueError(
+            f"--init_from={source} is a run of the task {other!r}, and the config is of"
+            f" {config.task!r}"
+        )
+    if config.task in ARCHITECTURES:  # no data are needed
         donor = use.load(source)
         trained = Source(donor.config, donor.step, donor.class_names, donor.model)
     else:
-        of_folder(source, task.name)
         run = runs.restore(source)
         trained = Source(run.config, run.step, run.dataset.class_names, run.model())
-    old, new = trained.config.model, config.model
-    if old.size != new.size:
+    if trained.config.size != config.size:
         raise ValueError(
-            f"{source} has config.model.variant={old.variant!r}, {old.size}; the new run"
-            f" {new.variant!r}, {new.size}: take the same numbers (any patch size may follow the"
-            " variant's slash)"
+            f"{source} has the sizes {trained.config.size}; the new run {config.size}: give the"
+            " same numbers in config.model (any patch size may follow the slash of a variant)"
         )
     origin = {"init_from": place, "step": trained.step}
-    with begun(config, workdir, origin, dataset, task) as (model, task, dataset):
+    with begun(config, workdir, origin, dataset) as (model, task, dataset):
         return take(source, trained, model, task, dataset, config=config, match=match)
 
 
 @contextlib.contextmanager
 def begun(
-    config: configs.Config,
+    config: configs.TrainConfig,
     workdir: Path,
     origin: Mapping[str, Any],
     dataset: data.Dataset | None = None,
-    task: Task | None = None,
 ) -> Iterator[tuple[Model, Task, data.Dataset]]:
     """Yield a new model, its task and data set; after the block they are a run at step 0.
 
@@ -137,8 +138,7 @@ def begun(
         workdir: folder of the new run. It appears in one piece; after a kill the same call begins
             anew. If the block raises, nothing is written.
         origin: noted in the folder.
-        dataset: data set of the new run, as `runs.subject`.
-        task: task of the new run, as `runs.subject`.
+        dataset: data set of the new run; None for the config's.
 
     Raises:
         ValueError: if the config cannot work, or the workdir is not empty.
@@ -146,13 +146,13 @@ def begun(
     """
     configs.validate(config)
     workdir = buckets.path(workdir)
-    safety.check_vacant(workdir, "--workdir")
-    dataset, task = runs.subject(config, dataset, task)
-    data.check_apart(dataset, config.data)
+    folders.check_vacant(workdir, "--workdir")
+    dataset, task = opened(config, dataset=dataset)
+    data.check_apart(dataset)
     runs.rate(config, dataset)
     model = task.create(config, rngs=random_streams(config.seed))
     yield model, task, dataset
-    with safety.appearing(workdir, "--workdir") as folder:
+    with folders.appearing(workdir, "--workdir") as folder:
         files.note(folder / ORIGIN, dict(origin))
         runs.begin(folder, model, config, dataset, task)
 
@@ -179,7 +179,7 @@ def take(
     task: Task,
     dataset: data.Dataset,
     *,
-    config: configs.Config,
+    config: Any,
     match: Match = "name",
 ) -> list[str]:
     """Put the fitting arrays of a run into a new model of the same size; see the module.
@@ -199,6 +199,9 @@ def take(
     old = {name: x[...] for name, x in parameters(trained.model).items()}
     new = {name: x[...] for name, x in parameters(model).items()}
     lines = fit_positions(old, new, resampled)
+    is_images = trained.config.task in ARCHITECTURES
+    if not is_images and trained.class_names != dataset.class_names:
+        raise ValueError(f"--init_from={source} has other symbols than the data of the new run")
     fresh: set[str] = set()
     head = fit_head(old, trained.class_names, dataset.class_names, match)
     if head is None:
@@ -278,13 +281,15 @@ FREQUENCIES = ("kind", "coupling", "num_features", "share_heads", "blocks")
 
 
 def _take_attention(
-    source: Path, trained: Source, model: Model, task: Task, config: configs.Config
+    source: Path, trained: Source, model: Model, task: Task, config: Any
 ) -> list[str]:
     """Copy frequencies and running moments into the new model, and return a report.
 
     Raises:
         ValueError: for a layer whose features are learned, if the source has none of their size.
     """
+    if "attention" not in configs.sections(type(config)):
+        return []
     attention, measured, drawn = (trained.config.attention, config.attention), False, False
     fields = {name: [getattr(each, name) for each in attention] for name in FREQUENCIES}
     different = [f"{name} {a!r} -> {b!r}" for name, (a, b) in fields.items() if a != b]

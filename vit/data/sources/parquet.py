@@ -18,7 +18,7 @@ from vit.data.classes import in_order, word
 from vit.data.sources.source import Example, Source, Unsaid, ordered, reading
 from vit.data.sources.tables import NAMES
 from vit.data.sources.words import LIKE_SPLITS, SPLITS, Words
-from vit.run import files
+from vit.storage import files
 
 
 def paths(source: Path) -> list[Path]:

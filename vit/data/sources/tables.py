@@ -29,7 +29,7 @@ from vit.data.sources.words import (
     meaning,
     with_splits,
 )
-from vit.run import files
+from vit.storage import files
 
 NAMES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 """Hugging Face's tables."""

@@ -1,6 +1,6 @@
 """Files of a run: atomic writes that follow no links, and locks.
 
-Paths in a bucket (`vit.run.buckets`) are accepted like local ones.
+Paths in a bucket (`vit.storage.buckets`) are accepted like local ones.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vit.run import buckets
-from vit.run.buckets import Address
+from vit.storage import buckets
+from vit.storage.buckets import Address
 
 
 def write(path: Path, content: str | bytes) -> None:

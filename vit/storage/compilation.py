@@ -1,7 +1,7 @@
 """Compiled programs on disk: a command does not compile what an earlier one has compiled.
 
-They are kept in the user's cache folder, `$XDG_CACHE_HOME/performer` or `~/.cache/performer`: at most
-2 GiB, the oldest removed first. JAX's own variable chooses another folder, or none:
+They are kept in the user's cache folder, `$XDG_CACHE_HOME/performer` or `~/.cache/performer`, at
+most 2 GiB, the oldest removed first. JAX's own variable chooses another folder, or none:
 
     JAX_COMPILATION_CACHE_DIR=/scratch/programs performer-vit train ...
     JAX_COMPILATION_CACHE_DIR= performer-vit train ...
