@@ -318,12 +318,12 @@ def _imported(module: str, function: str) -> Coupling:
         if error.name != module.partition(".")[0] and error.name != module:
             raise  # of the module's own imports
         raise ValueError(
-            f"coupling {name!r}: Python cannot import {module!r}; expected 'module:function', for"
+            f"unknown coupling {name!r}: Python cannot import {module!r}; expected 'module:function', for"
             f" example of a file {module}.py in the folder where you start the program"
         ) from error
     if not callable(found):
         raise ValueError(
-            f"coupling {name!r}: {module} has no function {function!r}; expected a function"
+            f"unknown coupling {name!r}: {module} has no function {function!r}; expected a function"
             " (key, m, d) that returns (m, d) frequencies"
         )
     return cast(Coupling, found)
