@@ -215,7 +215,7 @@ def sweep(
     """
     (b, t, k, g, h), is_causal = queries.query.shape, ends[1] is None
     w = near.window if near else 0
-    s = w * _windows(plan.chunk, t, w) if w else min_dim(plan.chunk, t)
+    s = _nearly_full(plan.chunk, t, max(w, 1))
     count, length = blocks(t, max(plan.block, s), s)
     cut, more = Cut(length // s, s, w), count * length - t
     after = 0 if is_causal else w  # tokens that a chunk reads beyond its end
@@ -259,13 +259,13 @@ def sweep(
     return jax.tree.map(joined, rows), state
 
 
-def _windows(chunk: Size, t: Size, w: int) -> Size:
-    """Number of windows of a chunk, so that all chunks are nearly full."""
+def _nearly_full(chunk: Size, t: Size, w: int) -> Size:
+    """Tokens of a chunk, a multiple of w and at most `chunk`, so that all are nearly full."""
     most = max_dim(chunk // w, 1)
     if is_symbolic_dim(t):
-        return most
-    windows = -(-t // w)
-    return -(-windows // -(-windows // most))
+        return w * most if w > 1 else min_dim(most, t)
+    windows = max(1, -(-t // w))
+    return w * -(-windows // -(-windows // most))
 
 
 def _block(
