@@ -3,7 +3,9 @@
 function  `linearize`: any function that JAX can trace
 compare   what is written in the code of a call, compared with what was measured
 program   a traced function as a list of operations, computed with attention replaced
-search    softmax attention among these operations
+lazy      products q k^T, followed through these operations
+search    softmax attention among them
+lines     lines of the user's code that operations come from
 factors   scale, mask and bias as factors of queries and keys, down to arrays before broadcasting
 reading   these factors as arguments of `performer_attention`, in linear time
 masks     kinds of masks and biases, told from their values

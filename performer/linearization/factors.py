@@ -103,6 +103,13 @@ def steps(
     return tuple(result)
 
 
+def sink(program: Program, given: Any, varying: set[int]) -> "SinkPart":
+    """A sink, before it is broadcast."""
+    dims, shape = _dims(given.aval), (1,) * len(given.axes)
+    tree = _tree(program, given.ref, given.aval, dims, shape, varying)
+    return SinkPart(Part(tree, given.axes), given.is_log)
+
+
 def leaves(tree: Tree | None) -> Iterator[Leaf]:
     """The arrays that a tree begins with."""
     if isinstance(tree, Leaf):
@@ -179,6 +186,10 @@ def _before_move(op: Op, dims: tuple[int, ...]) -> tuple[int, ...] | None:
         for i, j in enumerate(parameters["permutation"]):
             inner[j] = dims[i]
         return tuple(inner)
+    if op.name == "tile" and given is not None:
+        whole = op.equation.outvars[0].aval.shape
+        kept = zip(given.shape, whole, strict=True)
+        return dims if all(_is_one(n) or n == repeated for n, repeated in kept) else None
     if op.name not in ("squeeze", "expand_dims", "reshape") or given is None:
         return None
     whole = op.equation.outvars[0].aval.shape
@@ -237,6 +248,13 @@ class Part(NamedTuple):
     def is_number(self) -> bool:
         """True for one number that is written in the code."""
         return not self.tree.varies and all(map(_is_one, self.tree.shape))
+
+
+class SinkPart(NamedTuple):
+    """A logit of no key, or its exponential."""
+
+    part: Part
+    is_log: bool
 
 
 class Mask(NamedTuple):
@@ -455,8 +473,8 @@ class Factors:
         tree = part.tree
         if tree.dtype == bool:
             return []
-        if not tree.varies and not np.isin(self.constant(part), (0, 1)).all():
-            return None
+        if not tree.varies:
+            return [] if np.isin(self.constant(part), (0, 1)).all() else None
         if not self.over_pairs(part):
             return [part] if self._is_along(part) else None
         if isinstance(tree, Leaf) or tree.name not in ("mul", "convert_element_type"):

@@ -378,7 +378,8 @@ def _attended(values: Values, place: Place, setting: Setting, replacement: Repla
         valid = flat if valid is None else valid & flat
     elif found.slopes is not None:
         alibi = found.slopes
-    output = performer_attention(
+    attend = partial(
+        performer_attention,
         query,
         key,
         value,
@@ -388,6 +389,11 @@ def _attended(values: Values, place: Place, setting: Setting, replacement: Repla
         is_causal="causal" in setting.kind,
         segment_ids=found.segments,
     )
-    assert isinstance(output, jax.Array)
+    if found.sinks is None:
+        output = attend()
+    else:  # the sum has e^sink also
+        output, total = attend(return_residual=True)
+        share = jax.nn.sigmoid(total - found.sinks[:, None])[..., None]
+        output = (output * share).astype(output.dtype)
     output = place.layout.back(output)
     return output if valid is None else jnp.where(valid, output, jnp.nan)

@@ -55,7 +55,7 @@ def moved(equation: Any, known: Sequence[list[Axis] | None], sizes: dict) -> lis
     """
     name, parameters = equation.primitive.name, equation.params
     shape = equation.outvars[0].aval.shape
-    first = next(x for x in known if x)
+    first = next(x for x in known if x is not None)
     if name == "transpose":
         return [first[i] for i in parameters["permutation"]]
     if name == "broadcast_in_dim":
@@ -65,15 +65,15 @@ def moved(equation: Any, known: Sequence[list[Axis] | None], sizes: dict) -> lis
         return axes
     if name in ("reshape", "squeeze", "expand_dims"):
         return _regrouped([atom for axis in first for atom in axis], shape, sizes)
-    if name in ("reduce_max", "reduce_sum", "argmax"):
+    if name in ("reduce_max", "reduce_min", "reduce_sum", "argmax"):
         return [axis for i, axis in enumerate(first) if i not in parameters["axes"]]
     if name in STIRS or name == "dot_general":
         return None
     # Elementwise: an axis has the name that any of the inputs knows.
     if not is_elementwise([x.aval.shape for x in equation.invars], shape):
         return None
-    fits = [x for x in known if x]
-    return [next((x[i] for x in fits if x[i]), ()) for i in range(len(shape))]
+    names = [{x[i] for x in known if x and x[i]} for i in range(len(shape))]
+    return None if any(len(x) > 1 for x in names) else [next(iter(x), ()) for x in names]
 
 
 def is_elementwise(inputs: Sequence[tuple[Size, ...] | None], output: tuple[Size, ...]) -> bool:
@@ -175,7 +175,7 @@ class Layout:
         if repeated and all(a in repeated for a in free if a in sizes):
             return None  # values of each query, such as of a mixture of experts
         if repeated:
-            raise Unfit("its values have heads that its keys do not have")
+            raise Unfit("its values have examples or heads that its keys do not have")
         inner = batches[1 - number]
         rest = [i for i in range(value.ndim) if i not in (*inner, value_axis)]
         free_names = [x for i, x in enumerate(weights) if i not in (axis, *batches[number])]
@@ -286,13 +286,7 @@ class Layout:
     def pairs(self, x: Array) -> Array:
         """(b, n, t, s) of scores as they enter the softmax."""
         have = [atom for axis in self.goal for atom in axis]
-        return self._pairs(x.reshape([self.sizes[atom] for atom in have]), have)
-
-    def products(self, x: Array) -> Array:
-        """(b, n, t, s) of q k^T as the program has it."""
-        return self._pairs(x, list(self.sizes))
-
-    def _pairs(self, x: Array, have: list) -> Array:
+        x = x.reshape([self.sizes[atom] for atom in have])
         heads = [*self.heads, *self.groups]
         return self._arranged(x, have, self.batch, heads, [self.time], [self.keys])
 

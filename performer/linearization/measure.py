@@ -8,7 +8,6 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from performer.calibration import pair_moments
@@ -228,9 +227,12 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
         "a bias that is no mask": record.alibi & np.all(slopes > -NO_SLOPE),
         "softmax(scale q.k + bias) v is not what it computes: are its weights changed"
         " after the softmax?": record.exact,
-        "its masks are neither of keys, nor causal, nor of packed sequences": record.fits.any(),
-        "its masks cannot be read in linear time: are positions or segments compared that differ"
-        " between queries and keys?": kinds.any(),
+        "its masks are neither of keys, nor causal, nor of packed sequences with as many queries"
+        " as keys": record.fits.any(),
+        "its masks or bias cannot be read in linear time: are positions or segments compared that"
+        " differ between queries and keys, or is a bias of the keys computed from arguments?": (
+            kinds.any()
+        ),
     }
     for reason, holds in requirements.items():
         if not holds:
@@ -398,6 +400,7 @@ class Read(NamedTuple):
     value: Array
     kinds: Bool[Array, " 4"]
     """The kinds of its mask by which it is read in linear time."""
+    sinks: Float[Array, "b n"] | None
 
 
 def read(values: Values, place: Place, zero: Array) -> Read:
@@ -412,20 +415,23 @@ def read(values: Values, place: Place, zero: Array) -> Read:
     queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
     if visible.shape[1] == visible.shape[2]:  # padding is no query, though it sees earlier keys
         queries &= keys
-    readings = [reading.read(values, place, kind, None) for kind in KINDS]
-    query, key, _ = readings[0].scaled(query, key)
-    by_key = 1 if readings[0].key_scale is None else readings[0].key_scale
-    scale = (readings[0].scale * by_key).astype(dtype)
+    first = reading.read(values, place, KINDS[0], None)
+    query, key, _ = first.scaled(query, key)
+    by_key = 1 if first.key_scale is None else first.key_scale
+    scale = (first.scale * by_key).astype(dtype)
     sample = Sample(query, key, queries, keys, jnp.argmax(visible, axis=-1))
-    kinds = zip(KINDS, readings, strict=True)
-    agree = jnp.stack([_agrees(x, kind, visible, queries, bias) for kind, x in kinds])
-    return Read(sample, visible, bias, scale, value, agree)
+    agree = jnp.stack([_agrees(values, place, kind, visible, queries, bias) for kind in KINDS])
+    return Read(sample, visible, bias, scale, value, agree, first.sinks)
 
 
 def _agrees(
-    found: reading.Reading, kind: str, visible: Array, queries: Array, bias: Array
+    values: Values, place: Place, kind: str, visible: Array, queries: Array, bias: Array
 ) -> Bool[Array, ""]:
-    """True if what was read in linear time is what all pairs have."""
+    """True if what is read in linear time is what all pairs have."""
+    try:
+        found = reading.read(values, place, kind, None)
+    except Unfit:
+        return jnp.array(False)
     valid = jnp.array(all(found.agrees.values()))
     if kind != "of keys" and visible.shape[1] != visible.shape[2]:
         return jnp.array(False)
@@ -447,7 +453,7 @@ def _record(alone: Alone, leaves: list[Array], zero: Array, whole: bool) -> Reco
     Zero is an argument, for XLA would fold scores of a constant: minutes at 577 tokens.
     """
     place, values = alone.place, alone.values(leaves)
-    sample, visible, bias, scale, value, by_kind = read(values, place, zero)
+    sample, visible, bias, scale, value, by_kind, sinks = read(values, place, zero)
     training, held_out = parted(sample)
     if whole:
         return training
@@ -457,14 +463,8 @@ def _record(alone: Alone, leaves: list[Array], zero: Array, whole: bool) -> Reco
     query = sample.query.reshape(len(bias), t, k, n // k, h)
     logits = jnp.einsum("btkgh,bskh->bkgts", query, sample.key, precision="highest") / h**0.5
     logits = logits.reshape(bias.shape) + bias
-    # Random scores also: in a batch of small ones any weights are nearly uniform.
-    shape = values.program.ops[place.scores].equation.outvars[0].aval.shape
-    normal = jax.random.normal(jax.random.key(zero.astype(int)), shape, scale.dtype)
-    fill = _fill(values, place, scale, 2 * normal)
-    others = scale * place.layout.products(fill) + bias
     allowed = bias > MASKED
-    exact = _is_softmax(values, place, logits, allowed, value, output)
-    exact &= _is_softmax(values, place, others, allowed, value, values.output(place, fill))
+    exact = _is_softmax(values, place, sinks, logits, allowed, value, output)
     slopes, alibi = alibi_slopes(bias, allowed)
     count = jnp.float32(sample.queries.size)
     fitted_to = jnp.asarray(~is_held_out(len(bias)))
@@ -492,23 +492,24 @@ def _all_axes(scale: Array) -> Array:
     return scale.reshape(scale.shape or (1, 1, 1, 1))
 
 
-def _fill(values: Values, place: Place, scale: Array, times: ArrayLike) -> Array:
-    """Return q.k that are `times` after the largest scale, in the range of their dtype."""
-    dtype = values.program.ops[place.scores].equation.outvars[0].aval.dtype
-    largest = jnp.finfo(dtype).max.astype(scale.dtype) / 16
-    fill = times / jnp.maximum(jnp.max(jnp.abs(scale)), 1e-9)
-    return jnp.clip(fill, -largest, largest)
-
-
 def _is_softmax(
-    values: Values, place: Place, scores: Array, allowed: Array, value: Array, output: Array
+    values: Values,
+    place: Place,
+    sinks: Array | None,
+    scores: Array,
+    allowed: Array,
+    value: Array,
+    output: Array,
 ) -> Bool[Array, ""]:
     """True if the output is softmax of the scores (b, n, t, s) times the values (b, s, k, v).
 
     Queries that see no key may have any output.
     """
     b, n, t, s = scores.shape
-    weights = jax.nn.softmax(scores).reshape(b, value.shape[2], -1, t, s)
+    if sinks is not None:
+        joined = jnp.broadcast_to(sinks[..., None, None], (b, n, t, 1)).astype(scores.dtype)
+        scores = jnp.concatenate([scores, joined], axis=-1)
+    weights = jax.nn.softmax(scores)[..., :s].reshape(b, value.shape[2], -1, t, s)
     value = value.astype(weights.dtype)
     exact = jnp.einsum("bkgts,bskv->btkgv", weights, value, precision="highest")
     exact = values.moved(place, place.layout.back(exact.reshape(b, t, n, -1)))

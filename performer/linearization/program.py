@@ -72,8 +72,6 @@ class Place:
     """The scores that enter the softmax."""
     chain: list[int]
     """Operations between the two."""
-    path: list[int]
-    """Operations between q k^T and the weights."""
     layout: Layout
     line: str
     """File and line of the user's code."""
@@ -93,6 +91,8 @@ class Place:
     """Arrays of the chain that depend on the inputs of the program, before they are broadcast."""
     dtypes: frozenset[str]
     """Names of the floating-point types that it is computed with."""
+    sinks: tuple[Any, ...] = ()
+    """Logits of no key (`factors.SinkPart`)."""
 
 
 class Left(NamedTuple):
@@ -221,33 +221,21 @@ class Values:
 
     def scores(self, place: Place, fill: ArrayLike) -> Array:
         """Return what enters the softmax if all q.k are `fill`: (b, n, t, s)."""
-        return place.layout.pairs(self._with_scores(place, fill, place.chain)(place.goal))
-
-    def output(self, place: Place, fill: ArrayLike) -> Array:
-        """Return the output of a place, as the program has it, if all q.k are `fill`."""
-        tail = [place.output, *place.tail]
-        read = self._with_scores(place, fill, [*place.path, *tail])
-        return read(Ref(tail[-1]))
-
-    def moved(self, place: Place, output: Array) -> Array:
-        """Return an output of the product with the values as it is after the division."""
-        for number in place.moves:
-            output = self.bind(self.program.ops[number], lambda ref, x=output: x)[0]
-        return output
-
-    def _with_scores(
-        self, place: Place, fill: ArrayLike, numbers: Sequence[int]
-    ) -> Callable[[Ref], Any]:
-        """Read values after these operations of the place, all q.k of which are `fill`."""
         shape = self.program.ops[place.scores].equation.outvars[0].aval
         new = {place.scores: [jnp.full(shape.shape, fill, shape.dtype)]}
 
         def read(ref: Ref) -> Any:
             return new[ref.op][ref.output] if ref.op in new else self.read(ref)
 
-        for number in numbers:
+        for number in place.chain:
             new[number] = self.bind(self.program.ops[number], read)
-        return read
+        return place.layout.pairs(read(place.goal))
+
+    def moved(self, place: Place, output: Array) -> Array:
+        """Return an output of the product with the values as it is after the division."""
+        for number in place.moves:
+            output = self.bind(self.program.ops[number], lambda ref, x=output: x)[0]
+        return output
 
     def operands(self, place: Place) -> tuple[Array, Array, Array]:
         """Return queries (b, t, n, h), keys (b, s, k, h) and values (b, s, k, v)."""

@@ -7,6 +7,7 @@ causal at 12. Factors that depend on arguments are arrays along the queries or a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,8 @@ class Reading(NamedTuple):
     """Name -> whether what is written in the code is of the kind that was asked for."""
     valid: Bool[Array, ""] | None
     """Whether the arguments are; None if they have no part in it."""
+    sinks: Float[Array, "b n"] | None
+    """Logits of no key, several as one."""
 
     def scaled(self, query: Array, key: Array) -> tuple[Array, Array, Array | None]:
         """Queries (b, t, n, h), keys (b, s, k, h) for scale 1 / sqrt(h), and whether all is well.
@@ -90,7 +93,8 @@ def read(
     keys, segments = reader.mask()
     constant = reader.constant_scale()
     alibi = reader.slopes(slopes)
-    return Reading(*reader.scales(), constant, keys, segments, alibi, reader.agrees, reader.valid())
+    facts = constant, keys, segments, alibi, reader.agrees, reader.valid(), reader.sinks()
+    return Reading(*reader.scales(), *facts)
 
 
 @dataclass
@@ -168,6 +172,18 @@ class _Reader:
         others = [x for x in self.factors.scales if x not in of_keys]
         key_scale = self.product(of_keys) if of_keys else None
         return jnp.asarray(self.product(others)), key_scale
+
+    def sinks(self) -> Array | None:
+        """Logits of no key: the logarithm of the sum of their exponentials."""
+        logits = []
+        for part, is_log in self.place.sinks:
+            x = self.array(part)
+            x = x.astype(float32_or_wider(x))
+            x = x * self.place.base if is_log else jnp.log(x)
+            logits.append(jax.nn.logsumexp(x, axis=-1)[:, :, 0])
+        layout = self.place.layout
+        shape = layout.batch_size, layout.head_count
+        return jnp.broadcast_to(reduce(jnp.logaddexp, logits), shape) if logits else None
 
     # Mask
 
@@ -318,6 +334,8 @@ class _Reader:
             else:
                 segments = query.astype(jnp.int32)
                 same = segments.astype(query.dtype) == query
+                if self.lengths[0] != self.lengths[1]:
+                    raise Unfit("its mask compares segments of queries and of other keys")
                 self.checks += [jnp.all(same), jnp.all((query == key) | ~keys)]
         return segments
 

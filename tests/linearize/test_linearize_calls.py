@@ -435,12 +435,6 @@ def towards_far_keys(x):
     return attend(tri(x), x, 0.2 * (i[:, None] - i))
 
 
-def padded_sum(x, number=1e-3):
-    """With few keys, or a maximum near 0, it would be another function."""
-    weights = jnp.exp(x @ x.mT / 9)
-    return weights / (weights.sum(axis=-1, keepdims=True) + number) @ x
-
-
 def on_a_grid(x):
     """Keys on two axes."""
     x = x.reshape(2, 2, 3, 8)
@@ -488,16 +482,15 @@ SOME = {
     changed: "changed after the softmax",
     largest: "which scores are large",
     capped_by: "changed by tanh",
-    permuted: "not read as attention",
+    permuted: "changed by gather",
     stopped: "cut by stop_gradient",
     shared_keys: "heads that its keys do not have",
-    mean_of_heads: "lost after the softmax, as by a mean over heads",
+    mean_of_heads: "changed after the softmax, by reduce_sum",
     sum_over_heads: "sums over heads also",
     over_queries: "not divided by their sum over the keys",
-    squared: "is not what it computes",
+    squared: "changed after the softmax, by integer_pow",
     rounded: "changed by round",
     towards_far_keys: "a bias that is no mask",
-    padded_sum: "changed after the softmax",
     on_a_grid: "have more than one axis",
     quantized: "integers",
     complex_scores: "are complex",

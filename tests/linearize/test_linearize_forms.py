@@ -41,7 +41,7 @@ def rows(form):
     return np.asarray(more) > 0 if exist else np.ones((forms.B, forms.T), bool)
 
 
-CORE = [forms.padding_causal, forms.segments_causal, forms.divided_late_causal]
+CORE = [forms.padding_causal, forms.segments_causal, forms.divided_late_causal, forms.one_more]
 
 
 @pytest.mark.parametrize("form", tiers([*ALONG_FACTORS, *READ], CORE, name))
@@ -83,7 +83,7 @@ def shapes(jaxpr):
             yield from shapes(getattr(inner, "jaxpr", inner))
 
 
-OTHERS = [forms.layers_in_a_scan, forms.divided_late_causal, forms.base_two_causal, forms.cosine]
+OTHERS = [forms.one_more, forms.layers_in_a_scan, forms.divided_late_causal, forms.base_two_causal, forms.cosine]
 
 
 @pytest.mark.parametrize("form", tiers([*ALONG_FACTORS, *OTHERS], CORE[:1], name))

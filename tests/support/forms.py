@@ -195,6 +195,12 @@ def unshifted(q, k, v):
     return output(e / (jnp.sum(e, axis=-1, keepdims=True) + 1e-8), v)
 
 
+def one_more(q, k, v):
+    """softmax-one."""
+    e = jnp.exp(scores(q, k))
+    return output(e / (1 + jnp.sum(e, axis=-1, keepdims=True)), v)
+
+
 def log_softmax(q, k, v):
     return output(jnp.exp(jax.nn.log_softmax(scores(q, k))), v)
 
@@ -277,7 +283,8 @@ def layers_in_a_scan(q, k, v):
 
 
 READ = (
-    *(base_two, base_two_causal, divided_late, divided_late_causal, unshifted, log_softmax, cosine),
+    *(base_two, base_two_causal, divided_late, divided_late_causal, unshifted, one_more),
+    *(log_softmax, cosine),
     *(qk_norm, scale_after_mask, negative_scale, minus_a_penalty, log_of_the_mask, batch_last),
     *(heads_as_many_as_tokens, keys_first, grouped, repeated_keys, under_checkpoint, under_vmap),
     layers_in_a_scan,
@@ -362,10 +369,24 @@ def gated(q, k, v):
     return output(jax.nn.softmax(scores(q, k)) * 2, v)
 
 
-def one_more(q, k, v):
-    """softmax-one."""
+def weights_where_masked(q, k, v, valid):
+    """The weights of the pairs that the scores do not have."""
+    weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores(q, k), -1e9))
+    return output(jnp.where(valid[:, None, None], 0, weights), v)
+
+
+def other_shift(q, k, v):
+    """A sink whose maximum is of other rows."""
+    s = scores(q, k)
+    top = jnp.max(s, axis=-1, keepdims=True)
+    e, other = jnp.exp(s - top), jnp.exp(0.5 - jnp.max(s / 3, axis=-1, keepdims=True))
+    return output(e / (jnp.sum(e, axis=-1, keepdims=True) + other), v)
+
+
+def divided_by_other_sums(q, k, v):
+    """The sum of row j divides column j."""
     e = jnp.exp(scores(q, k))
-    return output(e / (1 + jnp.sum(e, axis=-1, keepdims=True)), v)
+    return output(e / jnp.sum(e, axis=-1)[:, :, None], v)
 
 
 def sigmoid(q, k, v):
@@ -376,7 +397,7 @@ EXACT = {
     vocabulary: "that all examples share",
     expected_bin: "that all examples share",
     sum_is_returned: "read elsewhere",
-    halves_are_merged: "read elsewhere|not read as attention",
+    halves_are_merged: "changed by add before it is divided",
     loop_over_queries: "in a loop over queries",
     loop_over_blocks: "in a loop over queries",
     relative_bias: "a bias that is no mask",
@@ -386,12 +407,15 @@ EXACT = {
     capped: "changed by tanh",
     dropped: "changed after the softmax",
     gated: "changed after the softmax",
-    one_more: "changed after the softmax",
+    weights_where_masked: "changed after the softmax, by select_n",
+    other_shift: "changed after the softmax, by add",
+    divided_by_other_sums: "changed after the softmax, by div",
     sigmoid: "no softmax attention was found",
 }
 """Form -> why it stays exact."""
 MORE = {
     table_of_distances: np.sin(np.arange(2.0 * T * N)).reshape(N, 2 * T),
     either_exists: VALID,
+    weights_where_masked: np.ones((B, T), bool),
 }
 """Form of EXACT -> its last argument."""

@@ -362,6 +362,13 @@ def flax_function(q, k, v):
     return linen.dot_product_attention(q, k, v, mask=mask)[0]
 
 
+def sink(q, k, v):
+    """A logit of no key, joined to the scores."""
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 2
+    scores = jnp.concatenate([scores, jnp.zeros((B, HEADS, T, 1))], axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores)[..., :-1], v)
+
+
 def log_weights(q, k, v):
     """Softmax by log_softmax and exp; the scale on both sides."""
     q, k = q / HEAD**0.25, k / HEAD**0.25
@@ -370,7 +377,7 @@ def log_weights(q, k, v):
 
 
 WAYS = (matmuls, batch_of_heads, multi_query, gemma, jax_causal, alibi, vmapped, flax_function)
-WAYS += (log_weights,)
+WAYS += (log_weights, sink)
 
 
 def ways():
@@ -439,13 +446,6 @@ def foreign_function(q, k, v):
     return jax.ffi.ffi_call("flash_attn_fwd", jax.ShapeDtypeStruct(q.shape, q.dtype))(q, k, v)
 
 
-def sink(q, k, v):
-    """A logit of no key, joined to the scores."""
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 2
-    scores = jnp.concatenate([scores, jnp.zeros((B, HEADS, T, 1))], axis=-1)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores)[..., :-1], v)
-
-
 def talking_heads(q, k, v):
     weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
     weights = jnp.einsum("bnts,nm->bmts", weights, array(41, HEADS, HEADS))
@@ -480,12 +480,11 @@ LEFT = {
     sliding_window: "neither of keys, nor causal, nor of packed sequences",
     soft_cap: "changed by tanh",
     dropout: "as by dropout",
-    squared: "is not what it computes",
+    squared: "changed after the softmax, by integer_pow",
     conditional: "inside cond",
     flash_kernel: "a kernel, .*flash_attention",
     flash_attention: "a kernel, .*flash_attention",
     foreign_function: "a kernel, .*flash_attn",
-    sink: "not read as attention",
     talking_heads: "not read as attention",
     regrouped: "not read as attention",
 }
