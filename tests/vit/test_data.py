@@ -205,7 +205,7 @@ def test_each_augmentation_alone(fields, augmented):
 def test_a_low_part_of_a_jpeg_is_not_decoded_at_an_eighth():
     """The shorter side of the part decides: 64 rows of 512 columns, for 64 pixels."""
     jpeg, box = encoded(noise(0, 512, 512), "JPEG"), (0, 400, 512, 464)
-    got = data._pixels(jpeg, 64, 3, lambda *_: box, Image.Resampling.BILINEAR)
+    got = data.records._pixels(jpeg, 64, 3, lambda *_: box, Image.Resampling.BILINEAR)
     want = Image.open(io.BytesIO(jpeg)).resize((64, 64), Image.Resampling.BILINEAR, box=box)
     np.testing.assert_array_equal(got, np.asarray(want))
 
