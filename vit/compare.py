@@ -281,7 +281,7 @@ def compare(
                 + "\n  ".join(different)
             )
     for each in chosen.values():
-        runs.rate(each, opened(each)[0])
+        _ = runs.Run(each, *opened(each), devices.mesh(each)).rate  # raises what cannot be
     lead = jax.process_index() == 0
     for number, (folder, new) in enumerate(planned.items(), 1):
         if files.noted(folder / "diverged.json"):
@@ -371,8 +371,8 @@ def _attention_errors(result: Result) -> list[tuple[float, float]]:
             options: Any = dict(
                 coupling=attention.coupling, num_features=attention.num_features, draws=DRAWS
             )
-            images = runs.evaluation_examples(run.dataset, run.config, IMAGES)
-            rows = attention_report.rows(run.task, run.model(), images, **options)
+            examples = run.evaluation_examples(IMAGES)
+            rows = attention_report.rows(run.task, run.model(), examples, **options)
         except ValueError as error:  # data that are gone, or features that are not positive
             print(f"{result.setting.name}: attention errors are not measured: {error}")
             return []

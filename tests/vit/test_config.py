@@ -259,7 +259,7 @@ def refusal(flag, text):
         settings = parsed(config.bundled_path("digits"), f"--{flag}={text}")
         config.validate(settings)
         devices.mesh(settings)
-        runs.rate(settings, opened(settings)[0])
+        _ = runs.Run(settings, *opened(settings)).rate
     except (SystemExit, ValueError) as error:
         return str(error)
     return ""
@@ -279,7 +279,7 @@ def test_every_field_refuses_what_it_cannot_mean():
 
 def test_a_run_has_a_countable_number_of_steps():
     dataset = data.Dataset([{}] * 640, [{}], ("a", "b"), channels=1)
-    assert runs.length(small_config(num_epochs=0.03), dataset) == (20, 1)
+    assert runs.Run(small_config(num_epochs=0.03), dataset, None).length == (20, 1)
     for epochs, steps in [(0.02, "0.4"), (1e9, "2e\\+10"), (float("inf"), "inf")]:
         with pytest.raises(ValueError, match=f"num_epochs=.* are {steps} steps .* 1 to 2147483647"):
-            runs.length(small_config(num_epochs=epochs), dataset)
+            _ = runs.Run(small_config(num_epochs=epochs), dataset, None).length

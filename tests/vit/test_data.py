@@ -365,7 +365,8 @@ def test_a_killed_worker_is_named(monkeypatch):
             raise RuntimeError(message)
 
         monkeypatch.setattr(data, "train_batches", stream)
-        with runs.batches(dataset, settings, devices.mesh(settings), 0) as batches:
+        run = runs.Run(settings, dataset, None, devices.mesh(settings))
+        with run.batches(0) as batches:
             next(batches)
             with pytest.raises(kind, match=r"num_workers=3 was killed \(W.*term\)|^x$"):
                 next(batches)

@@ -23,7 +23,7 @@ def test_every_config_is_valid_and_its_run_has_a_length(number):
         config.validate(derived)
         dataset = data.Dataset(range(number), range(1))
         data.check(dataset, derived.data)
-        _, num_steps = runs.length(derived, dataset)
+        _, num_steps = runs.Run(derived, dataset, None).length
         assert 600 <= num_steps <= 3_000_000
         optim.schedule(derived.optim, num_steps)
         assert derived.data.image_size <= side
@@ -92,7 +92,7 @@ def test_given_values_enter_before_the_others_are_derived(photos, values, expect
     flat = config.flatten(derived)
     assert {name: flat[name] for name in values | expected} == values | expected
     dataset = data.load(derived.data)
-    optim.schedule(derived.optim, runs.length(derived, dataset)[1])
+    optim.schedule(derived.optim, runs.Run(derived, dataset, None).length[1])
     given = values | {"data.name": "photos", "data.dir": f"{photos}/data"}
     given |= {"data.eval_split": "validation"}
     assert recipe.for_images(11, 2, 96, 3, given) == derived

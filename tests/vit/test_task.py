@@ -95,7 +95,7 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
     own = TASK._replace(layers=lambda model: [model.attention], projections=projections)
     options = dict(coupling="pm", num_features=8, draws=3)
     run = runs.restore(finished[0])
-    batch = runs.evaluation_examples(DATASET, SETTINGS, 4)
+    batch = run.evaluation_examples(4)
     records = attention_report.rows(own, run.model(), batch, **options)
     text = attention_report.write(records, tmp_path / "own", "own")
     assert "of 2 heads are worse than uniform attention" in text

@@ -46,7 +46,7 @@ def rows(
     Args:
         task: task of the model.
         model: in evaluation mode.
-        batch: examples, as `runs.evaluation_examples` gives.
+        batch: examples, as `Run.evaluation_examples` gives.
         coupling: coupling of the frequencies that are drawn.
         num_features: m of layers with softmax attention.
         draws: number of draws.
@@ -168,7 +168,7 @@ def report_attention(
     records = rows(
         run.task,
         run.model(),
-        runs.evaluation_examples(run.dataset, config, images),
+        run.evaluation_examples(images),
         coupling=attention.coupling,
         num_features=attention.num_features,
         draws=draws,

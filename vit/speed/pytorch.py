@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from vit.run.devices import cores
+from vit.storage.machine import cores
 
 WIDTH = 64
 """Width of a head."""
