@@ -315,7 +315,7 @@ def convert(
         first = [split[i] for i in range(min(eval_images, len(split)))]
         run = dataclasses.replace(run, dataset=whole._replace(evaluation=first))
     records, table = [], ""
-    with folders.appearing(out, "--out") as folder, Progress() as bar:
+    with folders.atomic(out, "--out") as folder, Progress() as bar:
         runs.begin(folder, new, dataclasses.replace(run, config=new_config, dataset=whole))
         total = 2 + sum(map(bool, exact_window)) + len(cases)
         progress = bar.add_task("convert", total=total)

@@ -178,7 +178,7 @@ def report_attention(
     title = f"{workdir.name}: {attention.coupling}, m = {attention.num_features}"
     title += f", calibration {calibration}"
     title += f", window {attention.exact_window}" * (attention.exact_window > 0)
-    return note(workdir, config) + write(records, out, title)
+    return remark(workdir, config) + write(records, out, title)
 
 
 def check_attention(workdir: Path, config: configs.TrainConfig) -> None:
@@ -190,7 +190,7 @@ def check_attention(workdir: Path, config: configs.TrainConfig) -> None:
         )
 
 
-def note(workdir: Path, config: Any) -> str:
+def remark(workdir: Path, config: Any) -> str:
     """Return a sentence on the errors where they are not of the attention that the run computes."""
     attention = config.attention
     if attention.kind == "softmax":

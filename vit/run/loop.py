@@ -239,8 +239,8 @@ def train(
     with contextlib.ExitStack() as stack:
         if lead:
             workdir.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(files.alone(workdir / "lock"))
-            runs.claim(workdir, config, dataset)
+            stack.enter_context(files.lock(workdir / "lock"))
+            runs.create_folder(workdir, config, dataset)
         stopping = stack.enter_context(safety.interruption())
 
         # Resume from the newest readable checkpoint.

@@ -145,7 +145,7 @@ class Restored(Run):
         return evaluated_model(self.program.graph, self.state)
 
 
-def claim(workdir: Path, config: configs.TrainConfig, dataset: data.Dataset) -> None:
+def create_folder(workdir: Path, config: configs.TrainConfig, dataset: data.Dataset) -> None:
     """Create the folder of the run, with `config.json` and `task.json`.
 
     `task.json` describes the data, so that the model can be used without its data set.
@@ -168,7 +168,7 @@ def claim(workdir: Path, config: configs.TrainConfig, dataset: data.Dataset) -> 
             " data:\n  " + "\n  ".join(different)
         )
     workdir.mkdir(parents=True, exist_ok=True)
-    files.note(workdir / "task.json", new)
+    files.write_json(workdir / "task.json", new)
     configs.save(config, path)
 
 
@@ -207,7 +207,7 @@ def begin(workdir: Path, model: nnx.Module, run: Run) -> None:
     optimizer = steps.optimizer(run.config, run.task, run.rate, model)
     with checkpoint.open_checkpoints(workdir) as checkpoints:
         checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)))
-    claim(workdir, run.config, run.dataset)
+    create_folder(workdir, run.config, run.dataset)
 
 
 def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:

@@ -87,7 +87,7 @@ def init_from(
             anything else, or there are several processes.
         vit.run.checkpoint.SaveError: if the run cannot be written.
     """
-    origin = files.noted(workdir / ORIGIN) or {}
+    origin = files.read_json(workdir / ORIGIN) or {}
     place = str(source.resolve())
     if (workdir / "config.json").exists():
         if origin.get("init_from") == place:
@@ -137,7 +137,7 @@ def begun(
         config: config of the new run.
         workdir: folder of the new run. It appears in one piece; after a kill the same call begins
             anew. If the block raises, nothing is written.
-        origin: noted in the folder.
+        origin: saved in the folder.
         dataset: data set of the new run; None for the config's.
 
     Raises:
@@ -153,8 +153,8 @@ def begun(
     _ = run.rate  # raises what cannot be
     model = task.create(config, rngs=random_streams(config.seed))
     yield model, run
-    with folders.appearing(workdir, "--workdir") as folder:
-        files.note(folder / ORIGIN, dict(origin))
+    with folders.atomic(workdir, "--workdir") as folder:
+        files.write_json(folder / ORIGIN, dict(origin))
         runs.begin(folder, model, run)
 
 
