@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
-from tests.support.small import PATIENCE, small_config
+from tests.support.small import PATIENCE, run_of, small_config
 from tests.support.tiers import tiers
 from vit import config, data, prepare, use
 from vit.data import augment
-from vit.run import devices, runs
+from vit.run import devices
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +365,7 @@ def test_a_killed_worker_is_named(monkeypatch):
             raise RuntimeError(message)
 
         monkeypatch.setattr(data, "train_batches", stream)
-        run = runs.Run(settings, dataset, None, devices.mesh(settings))
+        run = run_of(settings, dataset, devices.mesh(settings))
         with run.batches(0) as batches:
             next(batches)
             with pytest.raises(kind, match=r"num_workers=3 was killed \(W.*term\)|^x$"):

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.support import commands
-from tests.support.small import SHALLOW, sized, small_config
+from tests.support.small import SHALLOW, run_of, sized, small_config
 from vit import config, data
 from vit.run import devices, dry_run, optim, runs, steps
 from vit.task import opened
@@ -115,10 +115,10 @@ def test_bundled_configs_warm_up_as_published_and_train_for_any_number_of_epochs
     for name in names:
         settings = config.bundled(name)
         dataset = dry_run.sized(settings) or data.load(settings.data)
-        _, num_steps = runs.Run(settings, dataset, None).length
+        _, num_steps = run_of(settings, dataset).length
         if name in WARMUP:
             rate, steps = optim.schedule(settings.optim, num_steps), WARMUP[name]
             assert rate(steps - 1) < settings.optim.learning_rate, name
             assert rate(steps) == pytest.approx(settings.optim.learning_rate), name
         settings.num_epochs = 1.0
-        _ = runs.Run(settings, dataset, None).rate
+        _ = run_of(settings, dataset).rate
