@@ -24,7 +24,7 @@ PASSES = {"forward": "forward", "both": "forward and backward"}
 def counted(rows: list[harness.Row]) -> list[harness.Row]:
     """Return a row for each attention and pass, without the counts that the page disowns."""
     names = [f"{x}, {y}" for x in ("exact", "performer", "performer, kernel") for y in PASSES]
-    split = [(row, *row["line"].rsplit(", ", 1)) for row in harness.melted(rows, names)]
+    split = [(row, *row["line"].rsplit(", ", 1)) for row in harness.melt(rows, names)]
     return [
         row | {"line": name, "pass": PASSES[word]}
         for row, name, word in split

@@ -138,7 +138,7 @@ def vit(
             case["ratio"] = float(np.exp(np.mean(np.log(values / reference))))
             rows += harness.rows_of(case, values)
         print(kind, f"{norm:g}", flush=True)
-    table = harness.wide(rows, f"{{kind}} {{{NORM}:g}}")
+    table = harness.pivot(rows, f"{{kind}} {{{NORM}:g}}")
     return harness.show(rows, out, {out.name: FIGURES["vit"]}, shown=table)
 
 
@@ -173,7 +173,7 @@ def against_features(names: Sequence[str], sizes: Sequence[int], draws: int, out
         rows += harness.rows_of({"coupling": label}, values, m=sizes)
         print(label, flush=True)
     rows += harness.rows_of({"coupling": "uniform"}, baseline, m=sizes)
-    return harness.show(rows, out, FIGURES, shown=harness.wide(rows, "m = {m}"))
+    return harness.show(rows, out, FIGURES, shown=harness.pivot(rows, "m = {m}"))
 
 
 def main(

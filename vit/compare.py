@@ -281,10 +281,10 @@ def compare(
                 + "\n  ".join(different)
             )
     for each in chosen.values():
-        runs.rate(each, opened(each)[0])
+        _ = runs.Run(each, *opened(each), devices.mesh(each)).rate  # raises what cannot be
     lead = jax.process_index() == 0
     for number, (folder, new) in enumerate(planned.items(), 1):
-        if files.noted(folder / "diverged.json"):
+        if files.read_json(folder / "diverged.json"):
             continue
         if lead:
             print(f"run {number} of {len(planned)}: {folder}")
@@ -294,7 +294,7 @@ def compare(
             print(f"{folder}: {error}")
             if lead:
                 step = runs.last_step(folder / "metrics.jsonl")
-                files.note(folder / "diverged.json", {"step": step})
+                files.write_json(folder / "diverged.json", {"step": step})
     if jax.process_count() > 1:
         return "All is trained: the same command on one host, without --distributed, reports.\n"
     return _report(list(planned), list(fields), out, baseline)
@@ -337,7 +337,7 @@ def _report(folders: Sequence[Path], fields: Sequence[str], out: Path, baseline:
                 f"{folder} and {other} have the same seed but other examples (by the fingerprints"
                 " in task.json): compare runs on the same data set"
             )
-        flat, diverged = configs.flatten(config), files.noted(folder / "diverged.json")
+        flat, diverged = configs.flatten(config), files.read_json(folder / "diverged.json")
         last = log[-1] if log else {}
         epoch = last.get("epoch")
         at_end = epoch and last["step"] == round(config.num_epochs * last["step"] / epoch)
@@ -371,8 +371,8 @@ def _attention_errors(result: Result) -> list[tuple[float, float]]:
             options: Any = dict(
                 coupling=attention.coupling, num_features=attention.num_features, draws=DRAWS
             )
-            images = runs.evaluation_examples(run.dataset, run.config, IMAGES)
-            rows = attention_report.rows(run.task, run.model(), images, **options)
+            examples = run.evaluation_examples(IMAGES)
+            rows = attention_report.rows(run.task, run.model(), examples, **options)
         except ValueError as error:  # data that are gone, or features that are not positive
             print(f"{result.setting.name}: attention errors are not measured: {error}")
             return []

@@ -89,7 +89,7 @@ def compare(
         cases: with features.
         draws: number of draws of the frequencies of each case.
     """
-    examples = runs.evaluation_examples(run.dataset, run.config, conversion.ERROR_EXAMPLES)
+    examples = run.evaluation_examples(conversion.ERROR_EXAMPLES)
     held_out = conversion.samples(run.task, model, [examples])
 
     def record(
@@ -180,8 +180,7 @@ def with_window(run: runs.Restored, exact_window: int) -> runs.Restored:
     """Return a run with another `config.attention.exact_window`."""
     config = configs.with_values(run.config, {"attention.exact_window": exact_window})
     configs.validate(config)
-    program = runs.program(config, run.dataset, run.task, run.mesh)
-    return run._replace(config=config, program=program)
+    return dataclasses.replace(run, config=config)
 
 
 def converted_config(
@@ -200,7 +199,7 @@ def converted_config(
     blocks = conversion.blocks_of(run.task, new, case)
     if blocks != configs.blocks(config):
         config.attention.blocks = blocks
-    runs.length(config, run.dataset)
+    _ = dataclasses.replace(run, config=config).length  # raises what cannot be
     config.optim = dataclasses.replace(
         config.optim,
         learning_rate=learning_rate,
@@ -304,7 +303,7 @@ def convert(
     if run.task.is_causal and (exact_keys or exact_rows):
         raise ValueError("exact keys and rows are of attention to all keys: give --exact_window")
     model = run.model()
-    batches = list(runs.training_examples(run, images))
+    batches = list(run.training_examples(images))
     replaced = conversion.linearized(run.task, run.config, model, batches)
     converted, heads = replaced(chosen)
     new_config = converted_config(run, chosen, converted, num_epochs, learning_rate)
@@ -314,10 +313,10 @@ def convert(
     if eval_images:
         split = whole.evaluation
         first = [split[i] for i in range(min(eval_images, len(split)))]
-        run = run._replace(dataset=whole._replace(evaluation=first))
+        run = dataclasses.replace(run, dataset=whole._replace(evaluation=first))
     records, table = [], ""
-    with folders.appearing(out, "--out") as folder, Progress() as bar:
-        runs.begin(folder, new, new_config, whole, run.task)
+    with folders.atomic(out, "--out") as folder, Progress() as bar:
+        runs.begin(folder, new, dataclasses.replace(run, config=new_config, dataset=whole))
         total = 2 + sum(map(bool, exact_window)) + len(cases)
         progress = bar.add_task("convert", total=total)
         for record in compare(run, model, replaced, cases, draws):

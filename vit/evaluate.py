@@ -61,7 +61,7 @@ def evaluate_run(
     """
     run = runs.restore(workdir, dataset, step)
     count = partial(run.program.evaluate, run.state)
-    return {"step": run.step, **evaluate(run.task, count, run.batches())}
+    return {"step": run.step, **evaluate(run.task, count, run.eval_batches())}
 
 
 def evaluate_on(
@@ -108,7 +108,7 @@ def evaluate_on(
     dataset = data.with_classes(dataset, trained.class_names, match)
     sizes = dataset.num_classes, dataset.channels
     task = classification.task(*sizes, config.optim.loss, config.task)
-    batches = runs.eval_batches(dataset, config, mesh)
+    batches = runs.Run(config, dataset, task, mesh).eval_batches()
     record = evaluate_model(task, trained.model, batches)
     return {"step": trained.step, **record}
 

@@ -189,7 +189,7 @@ def main(
             add(batch)
             number += len(batch)
             progress.update(bar, completed=number + len(bad))
-            if streams.unread() and not (csv or attention):
+            if streams.is_broken() and not (csv or attention):
                 break
     places = " and ".join(map(str, filter(None, [csv, attention])))
     written = f" -> {places}" if places and number else ""

@@ -93,8 +93,8 @@ def pretrained(
     dataset = _no_data(encoder) if config is None else None
     new = of_encoder(config, encoder)
     new.check_new()
-    with transfer.begun(new, workdir, {"weights": origin}, dataset) as (model, _, dataset):
-        named, lines = fitted(encoder, model, dataset, match)
+    with transfer.begun(new, workdir, {"weights": origin}, dataset) as (model, run):
+        named, lines = fitted(encoder, model, run.dataset, match)
         lines += resizing(encoder, new.data)
         report = [f"downloaded: {origin}"] * is_name + [*encoder.lines, *lines]
         return [*report, *load(model, named, str(weights), needs_head=config is None)]

@@ -130,7 +130,7 @@ def description_of(workdir: Path, config: TrainConfig) -> Described:
     Raises:
         ValueError: if the folder is of another task than the config, or for values of other types.
     """
-    described = Described(files.noted(workdir / "task.json") or {})
+    described = Described(files.read_json(workdir / "task.json") or {})
     for key, kind in {"class_names": list, "channels": int}.items():
         if not isinstance(described.get(key, kind()), kind):
             raise ValueError(f"{workdir / 'task.json'}: {key!r} must be a {kind.__name__}")

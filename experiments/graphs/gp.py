@@ -192,7 +192,7 @@ def figure(tasks: Mapping[str, Sequence[Task]], repeats: int, out: Path) -> str:
         )
     for quantity, group in harness.grouped(rows, "{quantity}").items():
         said.append(f"\n{quantity}:\n\n{harness.verdict(group, '{graph}, m = {m}')}")
-    return harness.show(harness.wide(rows, "{quantity}"), out, FIGURES, "\n".join(said))
+    return harness.show(harness.pivot(rows, "{quantity}"), out, FIGURES, "\n".join(said))
 
 
 def main(

@@ -112,7 +112,7 @@ def figure(
     listed = "; ".join(f"{name} {ratio:.3f}" for name, ratio in zip(names, ratios, strict=True))
     text = f"Geometric means of the ratio to the errors of {names[0]} walks: {listed}."
     tests: Any = dict(case="{graph}, m = {m}", tested="walks")
-    harness.show(rows, out, FIGURES, text, shown=harness.wide(rows, "m = {m}"), **tests)
+    harness.show(rows, out, FIGURES, text, shown=harness.pivot(rows, "m = {m}"), **tests)
 
 
 def main(

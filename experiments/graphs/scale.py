@@ -60,7 +60,7 @@ UNITS = {"s": "time (s)", "GiB": "memory of the process (GiB)"}
 
 def by_unit(rows: list[harness.Row]) -> list[harness.Row]:
     """Return a row for each time and for the memory, with its unit apart from its name."""
-    rows = harness.melted(rows, (*(f"{name}, s" for name in TIMES), "memory, GiB"))
+    rows = harness.melt(rows, (*(f"{name}, s" for name in TIMES), "memory, GiB"))
     split = [(row, *row["line"].split(", ")) for row in rows]
     return [row | {"line": name, "unit": UNITS[unit]} for row, name, unit in split]
 

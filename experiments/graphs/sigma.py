@@ -181,8 +181,8 @@ def figure(
     case = "{graph} at {p_halt}"
     rows = harness.relative(rows, case)
     others = [row for row in rows if row["coupling"] != "independent"]
-    ratios = harness.wide(others, "{coupling} / independent", "ratio")
-    lines = [a | b for a, b in zip(harness.wide(rows, "{coupling}"), ratios, strict=True)]
+    ratios = harness.pivot(others, "{coupling} / independent", "ratio")
+    lines = [a | b for a, b in zip(harness.pivot(rows, "{coupling}"), ratios, strict=True)]
     return harness.show(rows, out, FIGURES, harness.verdict(rows, case), shown=lines)
 
 

@@ -70,7 +70,7 @@ TITLES = {
 
 def with_paper(rows: list[harness.Row]) -> list[harness.Row]:
     """Return a row for each coupling, with the number that the paper printed."""
-    rows = harness.melted(rows, WORDS)
+    rows = harness.melt(rows, WORDS)
     theirs = [str(row[f"paper {WORDS[row['line']]}"]).partition("(")[0] for row in rows]
     return [
         row | {"title": TITLES[row["table"]], "paper": float(paper or "nan")}
@@ -185,7 +185,7 @@ def table(number: int, problems: dict[str, tuple], trials: int, out: Path) -> No
     )
     printed, lines = harness.printed(PRINTED, "table", "graph"), []
     values = harness.cases_of(rows, "{graph}")
-    for line in harness.wide(rows, "{coupling}"):
+    for line in harness.pivot(rows, "{coupling}"):
         name = line["graph"]
         apart = statistics.paired(values[name]["antithetic"], values[name]["independent"])
         line |= {"difference": apart.mean, "difference ±": apart.standard_error}
@@ -217,7 +217,7 @@ def normals(paths: dict[str, Path], trials: int, out: Path) -> None:
     harness.show(
         [
             line | {f"paper {word}": theirs[line["graph"]][word] for word in WORDS.values()}
-            for line in harness.wide(rows, "{coupling}")
+            for line in harness.pivot(rows, "{coupling}")
         ],
         out,
     )
@@ -236,7 +236,7 @@ def random_graphs(trials: int, out: Path) -> None:
         ),
     )
     ratios = [row for row in harness.relative(rows, "{graph}") if row["coupling"] == "antithetic"]
-    lines = zip(harness.wide(rows, "{coupling}"), ratios, strict=True)
+    lines = zip(harness.pivot(rows, "{coupling}"), ratios, strict=True)
     harness.show([line | {k: row[k] for k in harness.RATIO} for line, row in lines], out)
 
 

@@ -42,7 +42,7 @@ DEFAULT = (*data.GENERATED, "karate", "dolphins", "football", "eu-core")
 DRAWN = ("karate", "Binary tree")
 FIGURES: harness.Figures = {
     "ratios": dict(
-        change=lambda rows: harness.melted(
+        change=lambda rows: harness.melt(
             [row for row in rows if row["sigma"] == SIGMA_DRAWN],
             ("pairs", "ensembles", "close pairs", "circles"),
         ),

@@ -262,7 +262,7 @@ def main(
     ]
     rows = harness.sweep(cases, measure)
     tests: Any = dict(case="{data set}", tested="attention")
-    table = harness.wide(rows, "{attention}")
+    table = harness.pivot(rows, "{attention}")
     harness.show(rows, out / "transformer", FIGURES, shown=table, **tests)
 
 

@@ -159,7 +159,7 @@ def figure_7(out: Path) -> None:
 
     names = ("iid", "orf", "pnc", "simrf", "simrf+", "fast-simrf")
     rows = harness.sweep(harness.cases(coupling=names), measure, m=sizes)
-    harness.show(rows, out, FIGURES, shown=harness.wide(rows, "m = {m}"))
+    harness.show(rows, out, FIGURES, shown=harness.pivot(rows, "m = {m}"))
 
 
 PARTS = {"4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7}

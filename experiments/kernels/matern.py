@@ -78,7 +78,7 @@ def main(
         x = np.random.default_rng(0).choice(x, POINTS, replace=False)
         points[name] = jnp.asarray(stats.zscore(x) / np.sqrt(x.shape[-1]), jnp.float32)
     rows = [row for name, x in points.items() for row in errors(name, x, orders, draws)]
-    harness.show(rows, out / "matern", FIGURES, shown=harness.wide(rows, "m = {m / d}d"))
+    harness.show(rows, out / "matern", FIGURES, shown=harness.pivot(rows, "m = {m / d}d"))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ FIGURES: harness.Figures = {
     "figure_2": POINTS
     | dict(y="score", error="95%", ylabel=f"score - score of the exact kernel, n = {RULES}"),
     "figure_3": dict(
-        change=lambda rows: harness.melted(rows, ("butterfly, ms", "dense, ms")),
+        change=lambda rows: harness.melt(rows, ("butterfly, ms", "dense, ms")),
         x="d",
         line="{line}",
         log="xy",

@@ -40,7 +40,8 @@ def of_run(folder: Path, examples: int) -> Model:
     """Return the model of a run, and the first images of its evaluation split."""
     run = run_folders.restore(folder)
     graph, state = nnx.split(run.model())
-    images = np.concatenate([np.asarray(x["image"]) for x in islice(run.batches(), 2)])[:examples]
+    parts = [np.asarray(x["image"]) for x in islice(run.eval_batches(), 2)]
+    images = np.concatenate(parts)[:examples]
     batches = [(state, part) for part in np.array_split(images, 2)]
     return folder.name, partial(converted.forward, graph), batches
 

@@ -72,7 +72,7 @@ FIGURES: harness.Figures = {
         ylabel="test accuracy",
     ),
     "figure_10": dict(
-        change=lambda rows: harness.melted(rows, ("iid", "exact")),
+        change=lambda rows: harness.melt(rows, ("iid", "exact")),
         x="sigma",
         line="{line}",
         panel="{data set}",
@@ -277,7 +277,7 @@ def figure_8(tuned: Sequence[Problem], draws: int, out: Path) -> str:
     """Measure accuracy against m / d."""
     rows = measured(tuned, FIGURE_8, draws, MULTIPLES)
     exact = {of.name: exact_accuracies(of, [of.sigma])[0] for of in tuned}
-    wide = harness.wide(rows, "m = {m / d} d")
+    wide = harness.pivot(rows, "m = {m / d} d")
     lines = [line | {"exact kernel": exact[line["data set"]]} for line in wide]
     text = harness.verdict(rows, "{data set}, m = {m / d} d")
     for name, accuracy in exact.items():  # without m: a horizontal line of the figure
@@ -303,7 +303,7 @@ def with_paper(
     """Measure accuracies at m = d; the paper's stand below ours. All pairs are tested."""
     rows, lines = measured(tuned, TABLES[number], draws), []
     columns = [*(["v_bar"] if v_bar else []), *TABLES[number]]
-    for line in map(harness.with_text, harness.wide(rows, "{coupling}")):
+    for line in map(harness.with_text, harness.pivot(rows, "{coupling}")):
         name = line["data set"]
         whose = {"ours": line | {"v_bar": v_bar.get(name)}, "paper": printed(number, name)}
         lines += [

@@ -83,7 +83,13 @@ def shapes(jaxpr):
             yield from shapes(getattr(inner, "jaxpr", inner))
 
 
-OTHERS = [forms.one_more, forms.layers_in_a_scan, forms.divided_late_causal, forms.base_two_causal, forms.cosine]
+OTHERS = [
+    forms.one_more,
+    forms.layers_in_a_scan,
+    forms.divided_late_causal,
+    forms.base_two_causal,
+    forms.cosine,
+]
 
 
 @pytest.mark.parametrize("form", tiers([*ALONG_FACTORS, *OTHERS], CORE[:1], name))

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 from vit import config, data
-from vit.model import ViT, random_streams
+from vit.model import ViT, classification, random_streams
 from vit.reports import metrics
-from vit.run import checkpoint, devices
+from vit.run import checkpoint, devices, runs
 
 PATIENCE = 600
 """Seconds after which something is taken to hang: nine other processes may want the same core."""
@@ -63,6 +63,11 @@ def shapes(settings, num_classes, channels):
     return nnx.eval_shape(
         lambda: ViT(settings, num_classes=num_classes, channels=channels, rngs=random_streams(0))
     )
+
+
+def run_of(settings, dataset, mesh=None):
+    """A run of image classification on a data set that is not opened."""
+    return runs.Run(settings, dataset, classification.task(10, 1), mesh)
 
 
 def train_batches(dataset, settings, mesh):

@@ -56,7 +56,7 @@ def test_it_is_a_run_and_the_same_call_resumes(digits, tmp_path):
     model = vit.fit(images, labels, **call)
     assert model.config.data.name == "arrays"
     assert model.config.attention.coupling == "orf"
-    assert files.noted(tmp_path / "a/task.json")["class_names"] == list("0123456789")
+    assert files.read_json(tmp_path / "a/task.json")["class_names"] == list("0123456789")
     again = vit.fit(images, labels, **call)
     assert again.step == model.step == 3
     expected = vit.load(tmp_path / "a").outputs(images[:5])[0]

@@ -166,7 +166,7 @@ def test_files(bucket):
     files.append(folder / "log", "1\n")
     files.append(folder / "log", "2\n")
     assert files.read(folder / "log") == "1\n2\n"
-    assert [files.noted(folder / name) for name in ("a.json", "none.json")] == [{}, None]
+    assert [files.read_json(folder / name) for name in ("a.json", "none.json")] == [{}, None]
     assert folder.is_dir()
     assert [path.is_file() for path in folder.iterdir()] == [True, True]
     assert list(folder.glob("*.json")) == [folder / "a.json"]
@@ -195,7 +195,7 @@ def test_a_list_has_what_another_process_wrote(bucket):
 @pytest.mark.thorough
 def test_without_the_bucket_an_error_names_the_path(bucket):
     nowhere = buckets.path("gs://nowhere/lock")
-    with pytest.raises(OSError, match="gs://nowhere/lock: NotFound"), files.alone(nowhere):
+    with pytest.raises(OSError, match="gs://nowhere/lock: NotFound"), files.lock(nowhere):
         pass
 
 
@@ -211,7 +211,7 @@ def test_a_folder_is_filled_in_one_piece(bucket, monkeypatch, fails):
 
     monkeypatch.setattr(buckets, "_upload", noted)
     folder = bucket / f"filled_{fails}"
-    with contextlib.suppress(KeyError), folders.appearing(folder, "--out") as local:
+    with contextlib.suppress(KeyError), folders.atomic(folder, "--out") as local:
         files.write(local / "config.json", "{}")
         for name in map(str, range(5)):
             files.write(local / name, name)
@@ -226,18 +226,18 @@ def test_a_folder_is_filled_in_one_piece(bucket, monkeypatch, fails):
 def test_one_process_at_a_time(bucket, capsys):
     """A lock that is renewed is refused within two renewals; one that is not is taken over."""
     lock = bucket / "alone" / "lock"
-    with files.alone(lock):
+    with files.lock(lock):
         time.sleep(3 * buckets.RENEWED)
         with (
             pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "),
-            files.alone(lock),
+            files.lock(lock),
         ):
             pass
     assert not lock.exists()
     capsys.readouterr()
     files.write(lock, "process 1 on a machine that is gone")
     start = time.monotonic()
-    with files.alone(lock):
+    with files.lock(lock):
         assert time.monotonic() - start > buckets.LEASE
         assert f"process {os.getpid()} on" in files.read(lock)
     assert "a machine that is gone: waiting 1 s for it to be renewed" in capsys.readouterr().out
@@ -264,7 +264,7 @@ def test_a_process_that_lost_its_lock_ends(bucket, monkeypatch):
     lock, ended = bucket / "lost" / "lock", threading.Event()
     monkeypatch.setattr(buckets.os, "kill", lambda *signal: ended.set() or sent.append(signal))
     sent = []
-    with files.alone(lock):
+    with files.lock(lock):
         files.write(lock, "process 2 on another machine")
         assert ended.wait(60)
     assert sent == [(os.getpid(), signal.SIGTERM)]

@@ -103,7 +103,7 @@ def test_a_run_is_evaluated_by_the_names_of_the_classes(digits_run, monkeypatch)
         assert {name: found[name] for name in want} == pytest.approx(want)
     assert runs.restore(workdir).dataset.class_names == digits.class_names
     restored = runs.restore(workdir, with_names(digits, "7931502468"))
-    labels = next(restored.batches())["label"]
+    labels = next(restored.eval_batches())["label"]
     assert labels.tolist() == [record["label"] for record in digits.evaluation[:32]]
     monkeypatch.setattr(data, "load", lambda section: with_names(load(section), "0123456789X"))
     with pytest.raises(ValueError, match="'digits' in .* is not the data set of the run: .* X; "):

@@ -251,11 +251,11 @@ def test_a_report_of_any_finished_runs(compared, tmp_path):
     config.save(changed, folders[2] / "config.json")
     with pytest.raises(ValueError, match="--baseline=orf has no run with log_every=1"):
         compare.of_runs([folders[0], folders[2]], tmp_path / "unpaired", baseline="orf")
-    task = files.noted(folders[0] / "task.json")
+    task = files.read_json(folders[0] / "task.json")
     pair = []
     for name, epochs in (("first", 3.2 / 44), ("other", 3.3 / 44)):
         pair.append(shutil.copytree(folders[0], tmp_path / name))
-        files.note(pair[-1] / "task.json", task | {"fingerprint of the data": name})
+        files.write_json(pair[-1] / "task.json", task | {"fingerprint of the data": name})
         changed = dataclasses.replace(config.of_run(pair[-1]), num_epochs=epochs)
         config.save(changed, pair[-1] / "config.json")
     with pytest.raises(ValueError, match="other and .*first have the same seed but other examples"):
@@ -265,7 +265,7 @@ def test_a_report_of_any_finished_runs(compared, tmp_path):
     assert "results.png" not in alone
     described = task | {"task": "language model"}
     shutil.copytree(folders[0], tmp_path / "text")
-    files.note(tmp_path / "text" / "task.json", described)
+    files.write_json(tmp_path / "text" / "task.json", described)
     with pytest.raises(ValueError, match="text holds a run of the task 'language model', and"):
         compare.of_runs([tmp_path / "text"], tmp_path / "texts")
     log = tmp_path / "seed1" / "metrics.jsonl"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from absl import flags
 
-from tests.support.small import small_config
+from tests.support.small import run_of, small_config
 from vit import config, data
 from vit.config.arguments import chosen_config, parse_flags
 from vit.run import devices, runs
@@ -191,13 +191,13 @@ def test_a_config_file_with_values_of_another_type(tmp_path):
         "config.seed = np.int64(1)": r"config.seed=np.int64\(1\): must be an integer",
     }.items():
         path.write_text(
-            "import numpy as np\nfrom tests.support.small import small_config\n"
+            "import numpy as np\nfrom tests.support.small import run_of, small_config\n"
             f"def get_config():\n  config = small_config()\n  {line}\n  return config\n"
         )
         with pytest.raises(ValueError, match=message):
             config.validate(parsed(path))
     path.write_text(
-        "from tests.support.small import small_config\n"
+        "from tests.support.small import run_of, small_config\n"
         "def get_config(): return small_config(num_epochs=3)"
     )
     config.validate(parsed(path))
@@ -207,7 +207,7 @@ def test_a_config_file_with_values_of_another_type(tmp_path):
 def test_a_config_file_changes_nothing_else(tmp_path, monkeypatch):
     """A variant would mean another model elsewhere; a command would end without a word."""
     path = tmp_path / "odd.py"
-    given = "import sys\nfrom tests.support.small import small_config\n"
+    given = "import sys\nfrom tests.support.small import run_of, small_config\n"
     for body, message in {
         "sys.exit(0)": r"odd.py ends the program: sys.exit\(0\)",
         "sys.exit()": r"odd.py ends the program: sys.exit\(None\)",
@@ -229,7 +229,7 @@ def test_a_config_file_changes_nothing_else(tmp_path, monkeypatch):
 def test_a_config_file_with_a_misspelled_name(tmp_path):
     """An assignment to what is no field was ignored."""
     path = tmp_path / "odd.py"
-    given = "from tests.support.small import small_config\nconfig = small_config()\n"
+    given = "from tests.support.small import run_of, small_config\nconfig = small_config()\n"
     for line, message in {
         "config.num_epoch = 3": "'Config' object has no attribute 'num_epoch' .odd.py, line 3",
         "config.optim.lr = 0.1": "'Optim' object has no attribute 'lr' .odd.py, line 3",
@@ -259,7 +259,7 @@ def refusal(flag, text):
         settings = parsed(config.bundled_path("digits"), f"--{flag}={text}")
         config.validate(settings)
         devices.mesh(settings)
-        runs.rate(settings, opened(settings)[0])
+        _ = runs.Run(settings, *opened(settings)).rate
     except (SystemExit, ValueError) as error:
         return str(error)
     return ""
@@ -279,7 +279,7 @@ def test_every_field_refuses_what_it_cannot_mean():
 
 def test_a_run_has_a_countable_number_of_steps():
     dataset = data.Dataset([{}] * 640, [{}], ("a", "b"), channels=1)
-    assert runs.length(small_config(num_epochs=0.03), dataset) == (20, 1)
+    assert run_of(small_config(num_epochs=0.03), dataset).length == (20, 1)
     for epochs, steps in [(0.02, "0.4"), (1e9, "2e\\+10"), (float("inf"), "inf")]:
         with pytest.raises(ValueError, match=f"num_epochs=.* are {steps} steps .* 1 to 2147483647"):
-            runs.length(small_config(num_epochs=epochs), dataset)
+            _ = run_of(small_config(num_epochs=epochs), dataset).length

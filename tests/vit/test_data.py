@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
-from tests.support.small import PATIENCE, small_config
+from tests.support.small import PATIENCE, run_of, small_config
 from tests.support.tiers import tiers
 from vit import config, data, prepare, use
 from vit.data import augment
-from vit.run import devices, runs
+from vit.run import devices
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def test_each_augmentation_alone(fields, augmented):
 def test_a_low_part_of_a_jpeg_is_not_decoded_at_an_eighth():
     """The shorter side of the part decides: 64 rows of 512 columns, for 64 pixels."""
     jpeg, box = encoded(noise(0, 512, 512), "JPEG"), (0, 400, 512, 464)
-    got = data._pixels(jpeg, 64, 3, lambda *_: box, Image.Resampling.BILINEAR)
+    got = data.records._pixels(jpeg, 64, 3, lambda *_: box, Image.Resampling.BILINEAR)
     want = Image.open(io.BytesIO(jpeg)).resize((64, 64), Image.Resampling.BILINEAR, box=box)
     np.testing.assert_array_equal(got, np.asarray(want))
 
@@ -365,7 +365,8 @@ def test_a_killed_worker_is_named(monkeypatch):
             raise RuntimeError(message)
 
         monkeypatch.setattr(data, "train_batches", stream)
-        with runs.batches(dataset, settings, devices.mesh(settings), 0) as batches:
+        run = run_of(settings, dataset, devices.mesh(settings))
+        with run.batches(0) as batches:
             next(batches)
             with pytest.raises(kind, match=r"num_workers=3 was killed \(W.*term\)|^x$"):
                 next(batches)

@@ -41,7 +41,7 @@ def test_eight_devices_train_as_one(one_device, tmp_path, monkeypatch, eight_dev
     settings = dataclasses.replace(SETTINGS, fsdp=2, seq=2)
     train.train(settings, tmp_path / "run")
     assert_same_losses(metrics.read(tmp_path / "run" / "metrics.jsonl"), one_device)
-    run = runs.program(settings, *opened(settings), devices.mesh(settings))
+    run = runs.Run(settings, *opened(settings), devices.mesh(settings)).program
     shardings = [x.sharding for x in jax.tree.leaves(run.abstract)]
     assert {len(sharding.device_set) for sharding in shardings} == {8}
     assert sum(not x.is_fully_replicated for x in shardings) > len(shardings) / 2

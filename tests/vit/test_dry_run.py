@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.support import commands
-from tests.support.small import SHALLOW, sized, small_config
+from tests.support.small import SHALLOW, run_of, sized, small_config
 from vit import config, data
 from vit.run import devices, dry_run, optim, runs, steps
 from vit.task import opened
@@ -28,7 +28,7 @@ def test_it_says_what_a_run_costs_and_writes_nothing(plan, tmp_path, monkeypatch
     text = dry_run.text(plan)
     assert "blocks.0.mlp_out.kernel" in text
     assert "(32, 16)" in text
-    program = runs.program(SETTINGS, *opened(SETTINGS), devices.mesh(SETTINGS))
+    program = runs.Run(SETTINGS, *opened(SETTINGS), devices.mesh(SETTINGS)).program
     count = sum(x.size for x in steps.parameters(program.abstract).values())
     assert re.search(rf"total +{count:,}", text)
     flops = opened(SETTINGS)[1].operations(SETTINGS)
@@ -115,10 +115,10 @@ def test_bundled_configs_warm_up_as_published_and_train_for_any_number_of_epochs
     for name in names:
         settings = config.bundled(name)
         dataset = dry_run.sized(settings) or data.load(settings.data)
-        _, num_steps = runs.length(settings, dataset)
+        _, num_steps = run_of(settings, dataset).length
         if name in WARMUP:
             rate, steps = optim.schedule(settings.optim, num_steps), WARMUP[name]
             assert rate(steps - 1) < settings.optim.learning_rate, name
             assert rate(steps) == pytest.approx(settings.optim.learning_rate), name
         settings.num_epochs = 1.0
-        optim.schedule(settings.optim, runs.length(settings, dataset)[1])
+        _ = run_of(settings, dataset).rate

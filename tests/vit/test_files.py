@@ -23,12 +23,12 @@ def test_a_link_is_replaced_and_its_target_stays(tmp_path):
 
 def test_notes(tmp_path):
     path, record = tmp_path / "memory.json", {"temporary": 12, "rate": 1 / 3}
-    assert files.noted(path) is None
-    files.note(path, record)
-    assert files.noted(path) == record
+    assert files.read_json(path) is None
+    files.write_json(path, record)
+    assert files.read_json(path) == record
     for damaged in (path.read_text()[:-3], "[1, 2]", "", '{"a":' * 100_000):
         path.write_text(damaged)
-        assert files.noted(path) is None
+        assert files.read_json(path) is None
 
 
 def test_a_full_disk_names_the_file_which_stays_as_it_was(tmp_path, monkeypatch):
@@ -50,7 +50,7 @@ def test_a_lock_follows_no_link(tmp_path):
     target = tmp_path / "thesis.tex"
     target.write_text("years of work")
     (tmp_path / "lock").symlink_to(target)
-    with pytest.raises(OSError, match="lock"), files.alone(tmp_path / "lock"):
+    with pytest.raises(OSError, match="lock"), files.lock(tmp_path / "lock"):
         pass
     assert target.read_text() == "years of work"
 
@@ -59,7 +59,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from vit.storage import files
-with files.alone(Path(sys.argv[1])):
+with files.lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -77,12 +77,12 @@ def test_a_folder_is_held_until_the_process_ends_even_if_killed(tmp_path):
     assert holder.stdout.readline() == "held\n"
     with (
         pytest.raises(ValueError, match=f"is in use by process {holder.pid} on .*; wait for it"),
-        files.alone(lock),
+        files.lock(lock),
     ):
         pass
     holder.kill()
     holder.communicate()
-    with files.alone(lock):
+    with files.lock(lock):
         assert f"process {os.getpid()} on" in lock.read_text()
 
 
@@ -92,5 +92,5 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(files.fcntl, "flock", flock)
-    with files.alone(tmp_path / "lock"):
+    with files.lock(tmp_path / "lock"):
         assert "is not locked: the file system has no locks" in capsys.readouterr().out

@@ -27,20 +27,20 @@ def test_a_sweep_has_a_row_for_each_case_and_size():
     assert [(row["n"], row["m"]) for row in rows] == [(1, 8), (1, 16), (2, 8), (2, 16)]
     np.testing.assert_array_equal(rows[3]["values"], 2 * values[:, 1])
     assert (rows[3]["mean"], rows[3]["mean ±"]) == statistics.mean_and_error(2 * values[:, 1])
-    lines = harness.wide(rows, "m = {m}")
+    lines = harness.pivot(rows, "m = {m}")
     errors = [row["mean ±"] for row in rows]
     names, cells = ["n", "m = 8", "m = 8 ±", "m = 16", "m = 16 ±"], [1, 2, errors[0], 3, errors[1]]
     assert lines[0] == dict(zip(names, cells, strict=True))
     text = statistics.estimate(values[:, 0])
     assert list(harness.with_text(lines[0]).items())[:2] == [("n", 1), ("m = 8", text)]
-    back = [(row["line"], row["mean"], row["mean ±"]) for row in harness.melted(lines, ["m = 16"])]
+    back = [(row["line"], row["mean"], row["mean ±"]) for row in harness.melt(lines, ["m = 16"])]
     assert back == [("m = 16", 3, errors[1]), ("m = 16", 6, errors[3])]
 
 
 def test_the_csv_is_tall_and_the_table_wide(tmp_path):
     """Values are in neither; what is read again are the numbers of the rows."""
     rows = harness.sweep([{"n": 1}], lambda case: np.arange(6.0).reshape(3, 2), m=(8, 16))
-    table = harness.show(rows, tmp_path / "errors", shown=harness.wide(rows, "m = {m}"))
+    table = harness.show(rows, tmp_path / "errors", shown=harness.pivot(rows, "m = {m}"))
     assert table.splitlines()[0] == "| n | m = 8 | m = 16 |"
     assert table.splitlines()[2] == "| 1 | 2.0 ± 1.2 | 3.0 ± 1.2 |"
     assert table == (tmp_path / "errors.md").read_text()
@@ -54,7 +54,7 @@ def test_ratios_are_those_to_the_first_of_a_case():
     assert rows[0]["ratio"] == 1
     want = statistics.ratio(rows[5]["values"], rows[3]["values"])
     assert (rows[5]["ratio"], rows[5]["ratio ±"]) == want
-    line = harness.wide(rows[1:3], "{coupling} / independent", "ratio")[0]
+    line = harness.pivot(rows[1:3], "{coupling} / independent", "ratio")[0]
     names = ["antithetic / independent", "sigma / independent"]
     assert list(line) == ["graph", *(f"{name}{end}" for name in names for end in ("", " ±"))]
 

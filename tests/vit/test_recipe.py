@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.small import run_of
 from tests.vit.test_sources import write_idx
 from vit import config, data
 from vit.config import recipe
 from vit.prepare import prepare
-from vit.run import optim, runs
+from vit.run import optim
 
 NUMBERS = (1, 2, 7, 80, 999, 9_999, 60_000, 800_000, 1_281_167, 10**8)
 SIDES = (1, 7, 8, 13, 32, 63, 96, 127, 224, 4000)
@@ -23,7 +24,7 @@ def test_every_config_is_valid_and_its_run_has_a_length(number):
         config.validate(derived)
         dataset = data.Dataset(range(number), range(1))
         data.check(dataset, derived.data)
-        _, num_steps = runs.length(derived, dataset)
+        _, num_steps = run_of(derived, dataset).length
         assert 600 <= num_steps <= 3_000_000
         optim.schedule(derived.optim, num_steps)
         assert derived.data.image_size <= side
@@ -92,7 +93,7 @@ def test_given_values_enter_before_the_others_are_derived(photos, values, expect
     flat = config.flatten(derived)
     assert {name: flat[name] for name in values | expected} == values | expected
     dataset = data.load(derived.data)
-    optim.schedule(derived.optim, runs.length(derived, dataset)[1])
+    optim.schedule(derived.optim, run_of(derived, dataset).length[1])
     given = values | {"data.name": "photos", "data.dir": f"{photos}/data"}
     given |= {"data.eval_split": "validation"}
     assert recipe.for_images(11, 2, 96, 3, given) == derived

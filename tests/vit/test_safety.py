@@ -47,13 +47,13 @@ def test_other_signals_ask_to_stop_however_often():
 def test_output_whose_reader_is_gone_is_dropped():
     """As `| head -1` leaves it: printing is no error, then or later."""
     reader, writer = os.pipe()
-    with os.fdopen(writer, "w") as stream, streams.lasting(stream) as output:
+    with os.fdopen(writer, "w") as stream, streams.without_broken_pipe(stream) as output:
         print("read", file=output, flush=True)
         assert os.read(reader, 9) == b"read\n"
         os.close(reader)
         for _ in range(2):
             print("unread", file=output, flush=True)
-        assert output.buffer.raw.unread
+        assert output.buffer.raw.is_broken
 
 
 def test_until():
@@ -97,7 +97,7 @@ def test_a_folder_appears_in_one_piece_and_begins_anew_after_a_kill(tmp_path):
 from pathlib import Path
 import os, signal
 from vit.storage import folders
-with folders.appearing(Path({str(folder)!r}), "--out") as folder:
+with folders.atomic(Path({str(folder)!r}), "--out") as folder:
     (folder / "checkpoints").mkdir()
     (folder / "config.json").write_text("{{}}")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -105,7 +105,7 @@ with folders.appearing(Path({str(folder)!r}), "--out") as folder:
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "."})
     assert not folder.exists()
     assert (unfinished / "config.json").exists()
-    with folders.appearing(folder, "--out") as inside:
+    with folders.atomic(folder, "--out") as inside:
         assert {path.name for path in inside.iterdir()} == {"lock"}
         (inside / "config.json").write_text("{}")
         assert not folder.exists()
@@ -113,19 +113,19 @@ with folders.appearing(Path({str(folder)!r}), "--out") as folder:
     assert not unfinished.exists()
     with (
         pytest.raises(ValueError, match="run holds a run already; choose another --out"),
-        folders.appearing(folder, "--out"),
+        folders.atomic(folder, "--out"),
     ):
         pass
 
 
 def test_nothing_stays_of_a_folder_that_could_not_be_filled(tmp_path):
-    with pytest.raises(OSError, match="full"), folders.appearing(tmp_path / "run", "--out"):
+    with pytest.raises(OSError, match="full"), folders.atomic(tmp_path / "run", "--out"):
         raise OSError("full")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
     with (
         pytest.raises(ValueError, match="run is not empty; choose another --out"),
-        folders.appearing(tmp_path / "run", "--out"),
+        folders.atomic(tmp_path / "run", "--out"),
     ):
         pass

@@ -95,7 +95,7 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
     own = TASK._replace(layers=lambda model: [model.attention], projections=projections)
     options = dict(coupling="pm", num_features=8, draws=3)
     run = runs.restore(finished[0])
-    batch = runs.evaluation_examples(DATASET, SETTINGS, 4)
+    batch = run.evaluation_examples(4)
     records = attention_report.rows(own, run.model(), batch, **options)
     text = attention_report.write(records, tmp_path / "own", "own")
     assert "of 2 heads are worse than uniform attention" in text
@@ -113,7 +113,7 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
 def test_a_run_of_another_task_is_named_before_any_work(tmp_path, monkeypatch):
     """By all functions that read a run: no data are loaded, and no checkpoint is looked for."""
     workdir, new, images = tmp_path / "run", tmp_path / "new", small_config()
-    runs.claim(workdir, SETTINGS, DATASET)
+    runs.create_folder(workdir, SETTINGS, DATASET)
     of_images = [
         partial(evaluate.evaluate_on, workdir, {"data.eval_split": "train"}),
         partial(evaluate.report_classes, workdir),
@@ -144,12 +144,12 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path, monkeypatch):
 
 def test_a_run_of_an_earlier_version_is_not_taken_for_images(tmp_path):
     """Its config.json names no task, and only its task.json another than images."""
-    runs.claim(tmp_path, small_config(), DATASET)
+    runs.create_folder(tmp_path, small_config(), DATASET)
     values = json.loads((tmp_path / "config.json").read_text())
     del values["task"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    described = files.noted(tmp_path / "task.json")
-    files.note(tmp_path / "task.json", described | {"task": "language model"})
+    described = files.read_json(tmp_path / "task.json")
+    files.write_json(tmp_path / "task.json", described | {"task": "language model"})
     for call in (vit.load, evaluate.evaluate_run):
         with pytest.raises(ValueError, match="of the task 'language model'.*To convert a run"):
             call(tmp_path)

@@ -26,7 +26,7 @@ from tests.support.small import (
 )
 from vit import config, evaluate, train
 from vit.reports import metrics
-from vit.run import checkpoint, devices, loop, optim, safety, steps
+from vit.run import checkpoint, devices, loop, optim, runs, safety, steps
 from vit.task import opened
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -147,9 +147,9 @@ def test_an_evaluation_that_a_run_was_stopped_in_is_made_on_resumption(digits_ru
 def test_a_line_of_the_log_is_of_all_steps_since_the_last():
     """Means of the values, images in the time of these steps, and all waiting for data."""
     settings, written = small_config(log_every=4, data=config.Data(batch_size=5)), []
-    task = opened(TRAINED)[1]
-    rate = lambda step: 0.1 * step  # noqa: E731
-    progress = loop.Progress(settings, task, rate, 10, 12, ["w"], written.append, False, 0.0)
+    run = runs.Run(settings, *opened(TRAINED))
+    run.rate, run.length = (lambda step: 0.1 * step), (10, 12)
+    progress = loop.Progress(run, ["w"], written.append, False, 0.0)
     losses, begin = [3.0, 1.0, 6.0, 4.0, 2.5, 1.5], time.perf_counter()
     for step, value in enumerate(losses, start=1):
         values = {"train_loss": value, "train_top": 2 * value, "finite": np.array([True])}

@@ -72,9 +72,9 @@ def test_a_run_is_evaluated_on_other_data(digits_run, model, tmp_path):
         assert own[name] == pytest.approx(record[name])
     images = {"seven": noise(6, 8, 8, seed=9), "two": noise(6, 8, 8, seed=10)}
     names = ("two", "x", "seven", *"abcdefg")
-    values = files.noted(workdir / "task.json") | {"class_names": list(names)}
+    values = files.read_json(workdir / "task.json") | {"class_names": list(names)}
     other = shutil.copytree(workdir, tmp_path / "run")
-    files.note(other / "task.json", values)
+    files.write_json(other / "task.json", values)
     for name, pictures in images.items():
         (tmp_path / "raw" / "train" / name).mkdir(parents=True)
         for i, picture in enumerate(pictures):
@@ -162,18 +162,18 @@ def test_what_cannot_be_loaded_is_named(digits_run, tmp_path):
     (workdir / "task.json").unlink()
     with pytest.raises(ValueError, match=r"old has no task.json, which names the classes"):
         vit.load(workdir)
-    whole = files.noted(digits_run[0] / "task.json")
+    whole = files.read_json(digits_run[0] / "task.json")
     for changed, message in [
         ({k: x for k, x in whole.items() if k != "channels"}, "task.json lacks 'channels': it was"),
         (whole | {"class_names": "abc"}, "task.json: 'class_names' must be a list"),
         (whole | {"channels": "1"}, "task.json: 'channels' must be a int"),
     ]:
-        files.note(workdir / "task.json", changed)
+        files.write_json(workdir / "task.json", changed)
         with pytest.raises(ValueError, match=message):
             vit.load(workdir)
     (workdir / "task.json").unlink()
-    runs.claim(workdir, TRAINED, opened(TRAINED)[0])  # the next start writes it
-    assert files.noted(workdir / "task.json") == files.noted(digits_run[0] / "task.json")
+    runs.create_folder(workdir, TRAINED, opened(TRAINED)[0])  # the next start writes it
+    assert files.read_json(workdir / "task.json") == files.read_json(digits_run[0] / "task.json")
 
 
 def test_a_log_of_another_program_is_kept(tmp_path):
@@ -199,10 +199,10 @@ def test_other_data_under_the_same_config_are_refused(digits_run, tmp_path):
             loop.train(TRAINED, workdir, other)
     assert (workdir / "task.json").read_bytes() == before
     newer = json.loads(before) | {"versions": {"jax": "0.1"}}
-    files.note(workdir / "task.json", newer)
-    runs.claim(workdir, TRAINED, dataset)  # another version is none
+    files.write_json(workdir / "task.json", newer)
+    runs.create_folder(workdir, TRAINED, dataset)  # another version is none
     marked = dataset._replace(fingerprint=lambda: "a")
-    runs.claim(workdir, TRAINED, marked)  # a run without a fingerprint gets one
+    runs.create_folder(workdir, TRAINED, marked)  # a run without a fingerprint gets one
     with pytest.raises(ValueError, match="(?s)choose another --wor.* of the data: a -> b"):
-        runs.claim(workdir, TRAINED, marked._replace(fingerprint=lambda: "b"))
-    runs.claim(workdir, TRAINED, dataset)
+        runs.create_folder(workdir, TRAINED, marked._replace(fingerprint=lambda: "b"))
+    runs.create_folder(workdir, TRAINED, dataset)

@@ -40,7 +40,7 @@ from performer.choices import NEAR, unknown
 from vit.config import Config, allowed, bundled, fields, flag_types, flatten
 from vit.storage import buckets
 from vit.storage.compilation import keep_programs
-from vit.storage.streams import lasting
+from vit.storage.streams import without_broken_pipe
 
 LIBRARIES = ("absl", "jax", "orbax", "tensorflow", "grain", "array_record", "etils", "tensorstore")
 """Packages whose own flags are accepted but not listed."""
@@ -51,14 +51,14 @@ def run(main: Callable[..., object], quick: Mapping[str, Any] | None = None) -> 
     """Start a program: parse its flags, call `main`, and report a failure in one line.
 
     ValueError (bad input), FloatingPointError (divergence) and OSError end the program with exit
-    code 1, Ctrl-C with 130. A closed pipe does not end it (`vit.storage.streams.lasting`).
+    code 1, Ctrl-C with 130. A broken pipe does not end it (`vit.storage.streams`).
 
     Args:
         main: its parameters are the flags.
         quick: values of flags under `--quick`, a short trial run; its tables are written to the
             folder `quick` of --out.
     """
-    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
+    sys.stdout, sys.stderr = without_broken_pipe(sys.stdout), without_broken_pipe(sys.stderr)
     parameters = define(main, quick)
     words = any(p.kind in WORDS for p in parameters)
 

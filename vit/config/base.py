@@ -98,7 +98,7 @@ class Batches:
 
 @dataclasses.dataclass(slots=True)
 class Optimizer:
-    """AdamW with linear warm-up, a constant stretch and cosine decay of the learning rate."""
+    """The optimiser; its rate has a linear warm-up, a constant stretch and a cosine decay."""
 
     learning_rate: float = number(1e-3, "Peak learning rate.", 0, 10)
     final_learning_rate: float = number(1e-5, "Learning rate at the end of the run.", 0, 10)

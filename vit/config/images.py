@@ -180,7 +180,7 @@ class Data(Batches):
 
 @dataclasses.dataclass(slots=True)
 class Optim(Optimizer):
-    """AdamW with linear warm-up, a constant stretch and cosine decay, and the loss of classes."""
+    """The loss of classes, and the optimiser: warm-up, a constant stretch and cosine decay."""
 
     loss: str = choice(
         "softmax sigmoid",

@@ -96,7 +96,7 @@ def load(path: Path) -> Any:
             message names the field.
     """
     try:
-        values = files.parsed(path.read_bytes(), object_pairs_hook=_unique)
+        values = files.parse_json(path.read_bytes(), object_pairs_hook=_unique)
         name = str(values.pop("task", Config.task))  # earlier runs classified images
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error

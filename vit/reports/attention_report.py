@@ -46,7 +46,7 @@ def rows(
     Args:
         task: task of the model.
         model: in evaluation mode.
-        batch: examples, as `runs.evaluation_examples` gives.
+        batch: examples, as `Run.evaluation_examples` gives.
         coupling: coupling of the frequencies that are drawn.
         num_features: m of layers with softmax attention.
         draws: number of draws.
@@ -168,7 +168,7 @@ def report_attention(
     records = rows(
         run.task,
         run.model(),
-        runs.evaluation_examples(run.dataset, config, images),
+        run.evaluation_examples(images),
         coupling=attention.coupling,
         num_features=attention.num_features,
         draws=draws,
@@ -178,7 +178,7 @@ def report_attention(
     title = f"{workdir.name}: {attention.coupling}, m = {attention.num_features}"
     title += f", calibration {calibration}"
     title += f", window {attention.exact_window}" * (attention.exact_window > 0)
-    return note(workdir, config) + write(records, out, title)
+    return remark(workdir, config) + write(records, out, title)
 
 
 def check_attention(workdir: Path, config: configs.TrainConfig) -> None:
@@ -190,7 +190,7 @@ def check_attention(workdir: Path, config: configs.TrainConfig) -> None:
         )
 
 
-def note(workdir: Path, config: Any) -> str:
+def remark(workdir: Path, config: Any) -> str:
     """Return a sentence on the errors where they are not of the attention that the run computes."""
     attention = config.attention
     if attention.kind == "softmax":

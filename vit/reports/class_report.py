@@ -108,5 +108,5 @@ def report_classes(workdir: Path, step: int | str | None = None) -> str:
     """
     classification.check_images(workdir, configs.of_run(workdir))
     run = runs.restore(workdir, step=step)
-    counted = tally(run.model(), run.batches(), run.dataset.num_classes)
+    counted = tally(run.model(), run.eval_batches(), run.dataset.num_classes)
     return write(counted, run.dataset.class_names, workdir)

@@ -74,7 +74,7 @@ def _lines(path: Path) -> list[Record]:
     records = []
     for line in files.read(path).splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            record = files.parsed(line)
+            record = files.parse_json(line)
             is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
             records += [record] * is_record
     return records

@@ -133,6 +133,6 @@ def record(out: Path, seconds: float) -> None:
         "minutes": str(round(seconds / 60, 1)),
     }
     path = out / "run.json"
-    before = files.parsed(path.read_bytes()) if path.exists() else []
+    before = files.parse_json(path.read_bytes()) if path.exists() else []
     others = [each for each in before if each["command"] != made["command"]]
     files.write(path, json.dumps([*others, made | versions()], indent=2) + "\n")

@@ -130,9 +130,9 @@ def plan(
     mesh = devices.mesh(config, there)
     dataset, task = opened(config, dataset=sized(config, topology, size))
     data.check_apart(dataset)
-    steps_per_epoch, num_steps = runs.length(config, dataset)
-    program = runs.program(config, dataset, task, mesh)
-    batch, masked = (runs.abstract_batch(dataset, config, mesh, mask=m) for m in (False, True))
+    run = runs.Run(config, dataset, task, mesh)
+    (steps_per_epoch, num_steps), program = run.length, run.program
+    batch, masked = run.abstract_batch(), run.abstract_batch(mask=True)
     gpu = there[0].platform in ("cuda", "gpu")
     with which.noted() as calls:
         train = compiled(program.train, program.abstract, batch, gpu=gpu)

@@ -4,7 +4,7 @@
 
 A logger is a context manager (folder of the run, config) -> function of a record. It is configured
 by its own environment variables and files (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, ...). A
-resumed run continues the same run of W&B and MLflow, whose id is noted in the folder.
+resumed run continues the same run of W&B and MLflow, whose id is saved in the folder.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ def tensorboard(workdir: Path, config: configs.TrainConfig) -> Iterator[Write]:
 def wandb(workdir: Path, config: configs.TrainConfig) -> Iterator[Write]:
     """Log to a W&B run with the name of the folder; steps that it already has are ignored."""
     path = workdir / "wandb.json"
-    noted = files.noted(path) or {"id": uuid.uuid4().hex[:8]}
-    files.note(path, noted)
+    saved = files.read_json(path) or {"id": uuid.uuid4().hex[:8]}
+    files.write_json(path, saved)
     run = _module("wandb").init(
-        id=noted["id"],
+        id=saved["id"],
         name=workdir.resolve().name,
         dir=None if isinstance(workdir, buckets.Address) else str(workdir),
         config=configs.flatten(config),
@@ -62,11 +62,11 @@ def wandb(workdir: Path, config: configs.TrainConfig) -> Iterator[Write]:
 def mlflow(workdir: Path, config: configs.TrainConfig) -> Iterator[Write]:
     """Log to an MLflow run with the name of the folder."""
     package, path = _module("mlflow"), workdir / "mlflow.json"
-    noted = files.noted(path) or {"id": None}
-    with package.start_run(run_id=noted["id"], run_name=workdir.resolve().name) as run:
-        if noted["id"] is None:  # parameters cannot be changed later
+    saved = files.read_json(path) or {"id": None}
+    with package.start_run(run_id=saved["id"], run_name=workdir.resolve().name) as run:
+        if saved["id"] is None:  # parameters cannot be changed later
             package.log_params(configs.flatten(config))
-            files.note(path, {"id": run.info.run_id})
+            files.write_json(path, {"id": run.info.run_id})
         yield lambda record: package.log_metrics(record, step=record["step"])
 
 

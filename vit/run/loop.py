@@ -14,14 +14,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from vit import config as configs
 from vit import data
 from vit.reports import metrics
 from vit.run import checkpoint, devices, loggers, runs, safety, steps
 from vit.storage import buckets, files
-from vit.task import Task, opened
+from vit.task import opened
 
 PROFILED = 5
 """Number of traced steps; viewers fail on files of many more."""
@@ -38,11 +37,7 @@ class Progress:
     Values of a step are read, checked and logged while the next steps are computed.
     """
 
-    config: configs.TrainConfig
-    task: Task
-    rate: optax.Schedule
-    steps_per_epoch: int
-    num_steps: int
+    run: runs.Run
     names: Sequence[str]
     """Names of the parameters."""
     write: loggers.Write
@@ -95,9 +90,9 @@ class Progress:
 
     def evaluated(self, step: int, results: metrics.Record) -> None:
         """Log the results of an evaluation after a step."""
-        record = {"step": step, "epoch": step / self.steps_per_epoch} | results
+        record = {"step": step, "epoch": step / self.run.length[0]} | results
         self.write(record | {"seconds": self.seconds()})
-        split = self.config.data.split
+        split = self.run.config.data.split
         self.line(f"step {step}: {split} {metrics.results(record)}")
 
     def _wait(self) -> None:
@@ -105,7 +100,7 @@ class Progress:
         self.ended.append(self.running.popleft())
         step, values, _ = self.ended[-1]
         jax.block_until_ready(values["train_loss"])
-        if step % self.config.log_every == 0:
+        if step % self.run.config.log_every == 0:
             self._log()
 
     def _log(self) -> None:
@@ -114,21 +109,22 @@ class Progress:
         values, step = jax.device_get(values), numbers[-1]
         now = time.perf_counter()
         seconds, self.mark = now - self.mark, now
-        check_finite(self.config.optim, values, step, self.names)
-        config, flops, peak = self.config, self.task.operations, devices.peak_flops()
-        record = {"step": step, "epoch": step / self.steps_per_epoch, **means(values)}
-        record["learning_rate"] = float(np.asarray(self.rate(step - 1)))
+        config, task, (steps_per_epoch, num_steps) = self.run.config, self.run.task, self.run.length
+        check_finite(config.optim, values, step, self.names)
+        flops, peak = task.operations, devices.peak_flops()
+        record = {"step": step, "epoch": step / steps_per_epoch, **means(values)}
+        record["learning_rate"] = float(np.asarray(self.run.rate(step - 1)))
         examples = len(values) * config.data.batch_size
-        record[self.task.rate] = examples / seconds
+        record[task.rate] = examples / seconds
         if flops and peak:
             record["mfu"] = 3 * flops(config) * examples / seconds / peak
         record |= devices.memory() | {"data_seconds": sum(waits)}
         self.write(record | {"seconds": self.seconds()})
         if now - self.printed >= EVERY:
-            self.printed, left = now, round((self.num_steps - step) * seconds / len(values))
-            status = metrics.status(record, self.task.rate, sum(waits) / seconds)
+            self.printed, left = now, round((num_steps - step) * seconds / len(values))
+            status = metrics.status(record, task.rate, sum(waits) / seconds)
             left = datetime.timedelta(seconds=left)
-            self.line(f"step {step} of {self.num_steps}: {status}  {left} left")
+            self.line(f"step {step} of {num_steps}: {status}  {left} left")
 
 
 def means(values: Sequence[dict[str, Any]]) -> metrics.Record:
@@ -233,19 +229,18 @@ def train(
     if is_new:
         data.check_apart(dataset)
     devices.check_same(runs.shared_settings(config, dataset))
-    mesh = devices.mesh(config)
-    steps_per_epoch, num_steps = runs.length(config, dataset)
+    run = runs.Run(config, dataset, task, devices.mesh(config))
+    (_, num_steps), _ = run.length, run.rate
     lead, path = jax.process_index() == 0, workdir / "metrics.jsonl"
-    rate = runs.rate(config, dataset)
     if lead:
         print("building the model", flush=True)
-    program = runs.program(config, dataset, task, mesh)
+    program = run.program
 
     with contextlib.ExitStack() as stack:
         if lead:
             workdir.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(files.alone(workdir / "lock"))
-            runs.claim(workdir, config, dataset)
+            stack.enter_context(files.lock(workdir / "lock"))
+            runs.create_folder(workdir, config, dataset)
         stopping = stack.enter_context(safety.interruption())
 
         # Resume from the newest readable checkpoint.
@@ -260,8 +255,7 @@ def train(
         start = time.perf_counter() - sum(record["seconds"] for record in past[-1:])
         write = stack.enter_context(loggers.writer(log, workdir, config, lead))
         names = list(steps.parameters(program.abstract))
-        run = steps_per_epoch, num_steps
-        progress = Progress(config, task, rate, *run, names, write, lead, start)
+        progress = Progress(run, names, write, lead, start)
         if devices.peak_flops() and not task.operations:
             progress.line("MFU is not logged: the task does not count its operations")
         # The evaluation that a run was stopped or killed in.
@@ -271,17 +265,17 @@ def train(
 
         def evaluate(step: int, state: Any) -> None:
             """Log the results; raise `safety.Stopped` between two batches."""
-            batches = safety.until(stopping, runs.eval_batches(dataset, config, mesh))
+            batches = safety.until(stopping, run.eval_batches())
             results = steps.evaluate(task, partial(program.evaluate, state), batches)
             progress.evaluated(step, results)
 
         # Programs that do not compile, or do not fit, end the run before its first step.
         batches = iter(())
         if first < num_steps:
-            batches = stack.enter_context(runs.batches(dataset, config, mesh, first))
-            compiled(program.train, state, runs.abstract_batch(dataset, config, mesh), progress)
+            batches = stack.enter_context(run.batches(first))
+            compiled(program.train, state, run.abstract_batch(), progress)
         if first < num_steps or owed:
-            masked = runs.abstract_batch(dataset, config, mesh, mask=True)
+            masked = run.abstract_batch(mask=True)
             compiled(program.evaluate, state, masked, progress)
         tracing = stack.enter_context(contextlib.ExitStack())
         # The step before the traced ones; the last step has none after it.

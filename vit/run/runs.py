@@ -1,4 +1,4 @@
-"""Runs: data and task, length, batches, folder and state."""
+"""Runs: config, data set, task and devices as one value; their folder and state."""
 
 import contextlib
 import dataclasses
@@ -6,15 +6,15 @@ import math
 import platform
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
 import performer
 from vit import config as configs
@@ -26,139 +26,126 @@ from vit.storage import files
 from vit.task import Task, description_of, opened
 
 
-class Restored(NamedTuple):
-    """Run restored at one of its checkpoints."""
+@dataclasses.dataclass
+class Run:
+    """A config with its data set, task and devices. The other values are computed when needed."""
 
     config: Any
     dataset: data.Dataset
     task: Task
-    mesh: Mesh
-    program: Program
-    step: int
-    state: nnx.State
+    mesh: Any = None
+    """`Mesh` of devices, on which programs and batches are; None for a run that is only written."""
 
-    def batches(self) -> Iterator[data.Batch]:
+    @cached_property
+    def length(self) -> tuple[int, int]:
+        """Numbers of steps of an epoch and of the run.
+
+        Raises:
+            ValueError: when the run has no steps, or more than an int32 can count.
+        """
+        steps_per_epoch = len(self.dataset.train) // self.config.data.batch_size
+        num_steps = self.config.num_epochs * steps_per_epoch
+        if not 0.5 < num_steps <= configs.LARGEST:
+            raise ValueError(
+                f"config.num_epochs={self.config.num_epochs} are {num_steps:.3g} steps"
+                f" ({steps_per_epoch} per epoch): a run has 1 to {configs.LARGEST}"
+            )
+        return steps_per_epoch, round(num_steps)
+
+    @cached_property
+    def rate(self) -> optax.Schedule:
+        """Learning rate by step; 0 for a data set without training examples.
+
+        Raises:
+            ValueError: as `length` and `optim.schedule`.
+        """
+        if not len(self.dataset.train):
+            return optax.constant_schedule(0.0)
+        return optim.schedule(self.config.optim, self.length[1])
+
+    @cached_property
+    def program(self) -> Program:
+        """Programs; ValueError as `length` and `steps.build`."""
+        return build(self.config, self.task, self.length[1], self.mesh)
+
+    @contextlib.contextmanager
+    def batches(self, step: int) -> Iterator[Iterator[data.Batch]]:
+        """Yield the training batches from a step on, as `data.train_batches`, on the devices.
+
+        Each process reads its own rows. Reading begins at once in a thread and ends with the block.
+        """
+        config, index, count = self.config, jax.process_index(), jax.process_count()
+        batches = data.train_batches(self.dataset, config.data, config.seed, index, count, step)
+        stream = iter(batches)
+
+        def in_order() -> Iterator[data.Batch]:
+            try:
+                yield begun.result()
+                yield from stream
+            except RuntimeError as error:  # grain's
+                if "Worker process" not in str(error):
+                    raise
+                raise ChildProcessError(
+                    f"a worker of config.data.num_workers={config.data.num_workers} was killed"
+                    f" ({str(error).splitlines()[0]}), as for lack of memory: the same command"
+                    " resumes from the last checkpoint, also with fewer workers"
+                ) from error
+
+        with contextlib.closing(stream), ThreadPoolExecutor(1) as pool:
+            begun = pool.submit(next, stream)
+            yield (devices.put(self.mesh, batch) for batch in in_order())
+
+    def eval_batches(self) -> Iterator[data.Batch]:
         """Return the evaluation batches, on the devices."""
-        return eval_batches(self.dataset, self.config, self.mesh)
+        index, count = jax.process_index(), jax.process_count()
+        batches = data.eval_batches(self.dataset, self.config.data, index, count)
+        return (devices.put(self.mesh, batch) for batch in batches)
+
+    def abstract_batch(self, *, mask: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes of a training batch, or with `mask` of an evaluation batch."""
+        extra = {"mask": np.float32(0)} if mask else {}
+        sharding, size = devices.of_batch(self.mesh), self.config.data.batch_size
+
+        def rows(x: Any) -> jax.ShapeDtypeStruct:
+            shape = (size, *np.shape(x))
+            return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
+
+        blank = self.dataset.blank(self.config.data, self.dataset)
+        return {name: rows(x) for name, x in (blank | extra).items()}
+
+    def evaluation_examples(self, number: int) -> data.Batch:
+        """Return the first examples of the evaluation split as one batch."""
+        return next(self._batches_of(self.dataset.evaluation, range(number), number))
+
+    def training_examples(self, number: int) -> Iterator[data.Batch]:
+        """Yield training examples, spread over the split, as preprocessed for evaluation."""
+        train = self.dataset.train
+        number = min(number, len(train))
+        size = min(number, self.config.data.batch_size)
+        chosen = range(0, number // size * size * (len(train) // number), len(train) // number)
+        yield from self._batches_of(train, chosen, size)
+
+    def _batches_of(self, records: Sequence[Any], chosen: range, size: int) -> Iterator[data.Batch]:
+        """Return the chosen records in batches of the size, or of their number if smaller."""
+        few = [records[i] for i in chosen if i < len(records)]
+        sizes = dataclasses.replace(self.config.data, batch_size=min(size, len(few)))
+        return data.eval_batches(self.dataset._replace(evaluation=few), sizes)
+
+
+@dataclasses.dataclass
+class Restored(Run):
+    """Run restored at one of its checkpoints."""
+
+    step: int = 0
+    state: Any = None
+    """Arrays of (model, optimizer), an `nnx.State`."""
 
     def model(self) -> Any:
         """Return the model in evaluation mode."""
         return evaluated_model(self.program.graph, self.state)
 
 
-def length(config: configs.TrainConfig, dataset: data.Dataset) -> tuple[int, int]:
-    """Return the numbers of steps of an epoch and of the run.
-
-    Raises:
-        ValueError: when the run has no steps, or more than an int32 can count.
-    """
-    steps_per_epoch = len(dataset.train) // config.data.batch_size
-    num_steps = config.num_epochs * steps_per_epoch
-    if not 0.5 < num_steps <= configs.LARGEST:
-        raise ValueError(
-            f"config.num_epochs={config.num_epochs} are {num_steps:.3g} steps"
-            f" ({steps_per_epoch} per epoch): a run has 1 to {configs.LARGEST}"
-        )
-    return steps_per_epoch, round(num_steps)
-
-
-def program(config: configs.TrainConfig, dataset: data.Dataset, task: Task, mesh: Mesh) -> Program:
-    """Return the programs of the run; ValueError as `length` and `steps.build`."""
-    return build(config, task, length(config, dataset)[1], mesh)
-
-
-def rate(config: configs.TrainConfig, dataset: data.Dataset) -> optax.Schedule:
-    """Return the learning rate of the run by step; 0 for a data set without training examples.
-
-    Raises:
-        ValueError: as `length` and `optim.schedule`.
-    """
-    if not len(dataset.train):
-        return optax.constant_schedule(0.0)
-    return optim.schedule(config.optim, length(config, dataset)[1])
-
-
-@contextlib.contextmanager
-def batches(
-    dataset: data.Dataset, config: configs.TrainConfig, mesh: Mesh, step: int
-) -> Iterator[Iterator[data.Batch]]:
-    """Yield the training batches of a run from a step on, as `data.train_batches`, on the devices.
-
-    Each process reads its own rows. Reading begins at once in a thread and ends with the block.
-    """
-    index, count = jax.process_index(), jax.process_count()
-    stream = iter(data.train_batches(dataset, config.data, config.seed, index, count, step))
-
-    def in_order() -> Iterator[data.Batch]:
-        try:
-            yield begun.result()
-            yield from stream
-        except RuntimeError as error:  # grain's
-            if "Worker process" not in str(error):
-                raise
-            raise ChildProcessError(
-                f"a worker of config.data.num_workers={config.data.num_workers} was killed"
-                f" ({str(error).splitlines()[0]}), as for lack of memory: the same command resumes"
-                " from the last checkpoint, also with fewer workers"
-            ) from error
-
-    with contextlib.closing(stream), ThreadPoolExecutor(1) as pool:
-        begun = pool.submit(next, stream)
-        yield (devices.put(mesh, batch) for batch in in_order())
-
-
-def abstract_batch(
-    dataset: data.Dataset, config: configs.TrainConfig, mesh: Mesh, *, mask: bool = False
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a training batch, or with `mask` of an evaluation batch."""
-    extra = {"mask": np.float32(0)} if mask else {}
-    sharding = devices.of_batch(mesh)
-
-    def rows(x: Any) -> jax.ShapeDtypeStruct:
-        shape = (config.data.batch_size, *np.shape(x))
-        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
-
-    return {name: rows(x) for name, x in (dataset.blank(config.data, dataset) | extra).items()}
-
-
-def eval_batches(
-    dataset: data.Dataset, config: configs.TrainConfig, mesh: Mesh
-) -> Iterator[data.Batch]:
-    """Return the evaluation batches, on the devices."""
-    batches = data.eval_batches(dataset, config.data, jax.process_index(), jax.process_count())
-    return (devices.put(mesh, batch) for batch in batches)
-
-
-def evaluation_examples(
-    dataset: data.Dataset, config: configs.TrainConfig, number: int
-) -> data.Batch:
-    """Return the first examples of the evaluation split as one batch."""
-    return next(_batches_of(dataset.evaluation, range(number), dataset, config, number))
-
-
-def training_examples(run: Restored, number: int) -> Iterator[data.Batch]:
-    """Yield training examples, spread over the split, as preprocessed for evaluation."""
-    train = run.dataset.train
-    number = min(number, len(train))
-    size = min(number, run.config.data.batch_size)
-    chosen = range(0, number // size * size * (len(train) // number), len(train) // number)
-    yield from _batches_of(train, chosen, run.dataset, run.config, size)
-
-
-def _batches_of(
-    records: Sequence[Any],
-    chosen: range,
-    dataset: data.Dataset,
-    config: configs.TrainConfig,
-    size: int,
-) -> Iterator[data.Batch]:
-    """Return the chosen records in batches of the size, or of their number if that is smaller."""
-    few = [records[i] for i in chosen if i < len(records)]
-    sizes = dataclasses.replace(config.data, batch_size=min(size, len(few)))
-    return data.eval_batches(dataset._replace(evaluation=few), sizes)
-
-
-def claim(workdir: Path, config: configs.TrainConfig, dataset: data.Dataset) -> None:
+def create_folder(workdir: Path, config: configs.TrainConfig, dataset: data.Dataset) -> None:
     """Create the folder of the run, with `config.json` and `task.json`.
 
     `task.json` describes the data, so that the model can be used without its data set.
@@ -181,7 +168,7 @@ def claim(workdir: Path, config: configs.TrainConfig, dataset: data.Dataset) -> 
             " data:\n  " + "\n  ".join(different)
         )
     workdir.mkdir(parents=True, exist_ok=True)
-    files.note(workdir / "task.json", new)
+    files.write_json(workdir / "task.json", new)
     configs.save(config, path)
 
 
@@ -211,18 +198,16 @@ def shared_settings(config: configs.TrainConfig, dataset: data.Dataset) -> dict[
     return fields | description(config, dataset)
 
 
-def begin(
-    workdir: Path, model: nnx.Module, config: configs.TrainConfig, dataset: data.Dataset, task: Task
-) -> None:
+def begin(workdir: Path, model: nnx.Module, run: Run) -> None:
     """Write a new run at step 0 with the given model and a new optimiser.
 
     Raises:
         vit.run.checkpoint.SaveError: when it cannot be written.
     """
-    optimizer = steps.optimizer(config, task, rate(config, dataset), model)
+    optimizer = steps.optimizer(run.config, run.task, run.rate, model)
     with checkpoint.open_checkpoints(workdir) as checkpoints:
         checkpoint.save(checkpoints, 0, nnx.state((model, optimizer)))
-    claim(workdir, config, dataset)
+    create_folder(workdir, run.config, run.dataset)
 
 
 def resume(workdir: Path, abstract: Any) -> tuple[int, Any]:
@@ -277,7 +262,6 @@ def restore(
     config.seq = math.gcd(config.seq, jax.device_count())
     config.fsdp = math.gcd(config.fsdp, jax.device_count() // config.seq)
     checkpoint.chosen_steps(workdir, step)
-    mesh = devices.mesh(config)
-    functions = program(config, dataset, task, mesh)
-    number, state = checkpoint.restore(workdir, functions.abstract, step)
-    return Restored(config, dataset, task, mesh, functions, number, state)
+    run = Run(config, dataset, task, devices.mesh(config))
+    number, state = checkpoint.restore(workdir, run.program.abstract, step)
+    return Restored(config, dataset, task, run.mesh, number, state)

@@ -31,7 +31,7 @@ TOKENS_AND_HEADS = 16384
 CROSSOVER = ("exact", "public", "ours", "ours, causal")
 FIGURES: harness.Figures = {
     "crossover": dict(
-        change=lambda rows: harness.melted(rows, CROSSOVER),
+        change=lambda rows: harness.melt(rows, CROSSOVER),
         x="tokens",
         line="{line}",
         log="xy",

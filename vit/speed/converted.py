@@ -53,7 +53,7 @@ def correct(run: run_folders.Restored) -> np.ndarray:
     """Return 1 for each picture of the split whose class is right, else 0."""
     graph, state = nnx.split(run.model())
     classes, hits = jax.jit(partial(predicted, graph)), []
-    for batch in run.batches():
+    for batch in run.eval_batches():
         right = np.asarray(classes(state, batch["image"]) == batch["label"])
         hits.append(right[np.asarray(batch["mask"]) > 0])
     return np.concatenate(hits).astype(float)
@@ -83,7 +83,7 @@ def timed(runs: Sequence[run_folders.Restored], batch_size: int, repeats: int) -
     """Return milliseconds and memory of a forward pass, the runs in turn."""
     programs = []
     for run in runs:
-        pixels = next(run.batches())["image"][:batch_size].astype(jnp.float32)
+        pixels = next(run.eval_batches())["image"][:batch_size].astype(jnp.float32)
         graph, state = nnx.split(run.model())
         programs.append(timing.compiled(partial(forward, graph), state, pixels))
     best = timing.race({str(i): x.call for i, x in enumerate(programs)}, repeats)

@@ -200,7 +200,7 @@ def check_local(name: Path, flag: str = "") -> None:
 
 @dataclasses.dataclass
 class Lock:
-    """A lock, an object that only one process can create; see `alone`."""
+    """A lock, an object that only one process can create; see `lock`."""
 
     address: Address
     generation: int = 0
@@ -274,7 +274,7 @@ def _errors() -> Any:
 
 
 @contextlib.contextmanager
-def alone(address: Address) -> Iterator[None]:
+def lock(address: Address) -> Iterator[None]:
     """Hold a lock until the block ends.
 
     A thread renews it every `RENEWED` seconds. The lock of a killed process stays as it is, and the

@@ -55,10 +55,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
+def lock(path: Path) -> Iterator[None]:
     """Lock a file, which is created, until the block or the process ends; also over NFS.
 
-    On a file system without locks a line is printed instead. In a bucket it is `buckets.alone`.
+    On a file system without locks a line is printed instead. In a bucket it is `buckets.lock`.
 
     Args:
         path: file; a link is not followed.
@@ -67,7 +67,7 @@ def alone(path: Path) -> Iterator[None]:
         ValueError: when another process holds the lock.
     """
     if isinstance(path, Address):
-        with buckets.alone(path):
+        with buckets.lock(path):
             yield
         return
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -92,12 +92,12 @@ def read(path: Path) -> str:
     return path.read_bytes().decode(errors="replace")
 
 
-def note(path: Path, record: dict[str, Any]) -> None:
+def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write a record as JSON."""
     write(path, json.dumps(record) + "\n")
 
 
-def parsed(text: str | bytes, **options: Any) -> Any:
+def parse_json(text: str | bytes, **options: Any) -> Any:
     """Return the value of a JSON text; ValueError also if it is nested too deeply.
 
     Args:
@@ -110,10 +110,10 @@ def parsed(text: str | bytes, **options: Any) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def noted(path: Path) -> dict[str, Any] | None:
-    """Return the record that `note` wrote, or None for a missing or damaged file."""
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the record that `write_json` wrote, or None for a missing or damaged file."""
     try:
-        record = parsed(read(path))
+        record = parse_json(read(path))
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None

@@ -17,25 +17,25 @@ def check_vacant(folder: Path, flag: str) -> None:
 
 
 @contextlib.contextmanager
-def appearing(folder: Path, flag: str) -> Iterator[Path]:
+def atomic(folder: Path, flag: str) -> Iterator[Path]:
     """Yield a folder to fill, `folder`.unfinished, which is renamed at the end of the block.
 
     It is removed when the block raises; remains of a killed process are removed by the next one.
     For a bucket it is a temporary folder on the local disk, which is uploaded, config.json last.
 
     Raises:
-        ValueError: as `check_vacant` and `files.alone`.
+        ValueError: as `check_vacant` and `files.lock`.
         OSError: when it cannot be written; the message names a file or the folder.
     """
     folder = folder.resolve()
     check_vacant(folder, flag)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     if isinstance(folder, buckets.Address):
-        with files.alone(unfinished / "lock"), buckets.filled(folder, "config.json") as local:
+        with files.lock(unfinished / "lock"), buckets.filled(folder, "config.json") as local:
             yield local
         return
     unfinished.mkdir(parents=True, exist_ok=True)
-    with files.naming(unfinished), files.alone(unfinished / "lock"):
+    with files.naming(unfinished), files.lock(unfinished / "lock"):
         for path in unfinished.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -1,7 +1,7 @@
 """One sweep, one figure: an experiment measures cases; its csv is the source of its figure.
 
     rows = sweep(cases(coupling=names), measure, m=(16, 32))    # a row for each case and each m
-    show(rows, out / "errors", FIGURES, shown=wide(rows, "m = {m}"), case="{data set}, m = {m}")
+    show(rows, out / "errors", FIGURES, shown=pivot(rows, "m = {m}"), case="{data set}, m = {m}")
 
 `show` writes the rows as errors.csv, and a table of `shown` rows as errors.md: here a line for each
 case and a column for each m. Paired tests between the couplings stand below the table. `figure`
@@ -145,7 +145,7 @@ def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
     return groups
 
 
-def wide(rows: Iterable[Row], column: str, y: str = "mean") -> list[Row]:
+def pivot(rows: Iterable[Row], column: str, y: str = "mean") -> list[Row]:
     """Return one row for all rows of a case; their estimates are its columns.
 
     Args:
@@ -162,8 +162,8 @@ def wide(rows: Iterable[Row], column: str, y: str = "mean") -> list[Row]:
     return list(lines.values())
 
 
-def melted(rows: Iterable[Row], columns: Iterable[str]) -> list[Row]:
-    """Return a row for each of these columns, with its name as "line": the inverse of `wide`.
+def melt(rows: Iterable[Row], columns: Iterable[str]) -> list[Row]:
+    """Return a row for each of these columns, with its name as "line": the inverse of `pivot`.
 
     Its number is the "mean", the number in "COLUMN ±" the "mean ±". Empty cells are left out.
     """
@@ -232,7 +232,7 @@ def show(
         out: path of the files, without a suffix.
         figures: options of `figure` by the stem of the csv.
         text: conclusion below the table.
-        shown: rows of the table, for example by `wide`; the rows of the csv if None.
+        shown: rows of the table, for example by `pivot`; the rows of the csv if None.
         case: argument of `verdict`, which ends the text.
         tested: name that `verdict` compares the values of.
     """
@@ -293,7 +293,7 @@ def figure(
         x: key of the abscissa, for lines with bands; a template, "{data set}", for points with
             error bars, side by side at the position of each text.
         y: key of the ordinate; {key: label} makes a panel for each key.
-        change: called with all rows first, for example `melted`.
+        change: called with all rows first, for example `melt`.
         line: template; a colour for each of its texts.
         panel: template; a panel for each of its texts, which is its title.
         error: key of the errors; the key of the numbers with " ±" behind if empty.

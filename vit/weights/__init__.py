@@ -90,7 +90,7 @@ def _beside(path: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file of the same folder; empty if there is none."""
     place = path.parent / name
     try:
-        content = files.parsed(place.read_bytes()) if place.exists() else {}
+        content = files.parse_json(place.read_bytes()) if place.exists() else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{place} cannot be read: {error}") from error
     if not isinstance(content, dict):

@@ -87,7 +87,7 @@ def init_from(
             anything else, or there are several processes.
         vit.run.checkpoint.SaveError: if the run cannot be written.
     """
-    origin = files.noted(workdir / ORIGIN) or {}
+    origin = files.read_json(workdir / ORIGIN) or {}
     place = str(source.resolve())
     if (workdir / "config.json").exists():
         if origin.get("init_from") == place:
@@ -120,8 +120,8 @@ def init_from(
             " same numbers in config.model (any patch size may follow the slash of a variant)"
         )
     origin = {"init_from": place, "step": trained.step}
-    with begun(config, workdir, origin, dataset) as (model, task, dataset):
-        return take(source, trained, model, task, dataset, config=config, match=match)
+    with begun(config, workdir, origin, dataset) as (model, run):
+        return take(source, trained, model, run, match)
 
 
 @contextlib.contextmanager
@@ -130,14 +130,14 @@ def begun(
     workdir: Path,
     origin: Mapping[str, Any],
     dataset: data.Dataset | None = None,
-) -> Iterator[tuple[Model, Task, data.Dataset]]:
-    """Yield a new model, its task and data set; after the block they are a run at step 0.
+) -> Iterator[tuple[Model, runs.Run]]:
+    """Yield a new model and its run, which is in the folder, at step 0, after the block.
 
     Args:
         config: config of the new run.
         workdir: folder of the new run. It appears in one piece; after a kill the same call begins
             anew. If the block raises, nothing is written.
-        origin: noted in the folder.
+        origin: saved in the folder.
         dataset: data set of the new run; None for the config's.
 
     Raises:
@@ -149,12 +149,13 @@ def begun(
     folders.check_vacant(workdir, "--workdir")
     dataset, task = opened(config, dataset=dataset)
     data.check_apart(dataset)
-    runs.rate(config, dataset)
+    run = runs.Run(config, dataset, task)
+    _ = run.rate  # raises what cannot be
     model = task.create(config, rngs=random_streams(config.seed))
-    yield model, task, dataset
-    with folders.appearing(workdir, "--workdir") as folder:
-        files.note(folder / ORIGIN, dict(origin))
-        runs.begin(folder, model, config, dataset, task)
+    yield model, run
+    with folders.atomic(workdir, "--workdir") as folder:
+        files.write_json(folder / ORIGIN, dict(origin))
+        runs.begin(folder, model, run)
 
 
 def parameters(model: Model) -> dict[str, nnx.Variable]:
@@ -173,14 +174,7 @@ def put(model: Model, arrays: Mapping[str, ArrayLike]) -> None:
 
 
 def take(
-    source: Path,
-    trained: Source,
-    model: Model,
-    task: Task,
-    dataset: data.Dataset,
-    *,
-    config: Any,
-    match: Match = "name",
+    source: Path, trained: Source, model: Model, run: runs.Run, match: Match = "name"
 ) -> list[str]:
     """Put the fitting arrays of a run into a new model of the same size; see the module.
 
@@ -188,9 +182,7 @@ def take(
         source: name of the run in messages.
         trained: the run.
         model: new model; is changed.
-        task: task of the new model.
-        dataset: data set of the new run.
-        config: config of the new run.
+        run: new run.
         match: as in `init_from`.
 
     Returns:
@@ -200,10 +192,10 @@ def take(
     new = {name: x[...] for name, x in parameters(model).items()}
     lines = fit_positions(old, new, resampled)
     is_images = trained.config.task in ARCHITECTURES
-    if not is_images and trained.class_names != dataset.class_names:
+    if not is_images and trained.class_names != run.dataset.class_names:
         raise ValueError(f"--init_from={source} has other symbols than the data of the new run")
     fresh: set[str] = set()
-    head = fit_head(old, trained.class_names, dataset.class_names, match)
+    head = fit_head(old, trained.class_names, run.dataset.class_names, match)
     if head is None:
         fresh |= HEAD
         lines += ["head: new, for the classes differ; --match=number keeps it if as many"]
@@ -220,7 +212,7 @@ def take(
         f"{source} at step {trained.step}: {count}",
         *lines,
         *differences(old, new, fresh, "new"),
-        *_take_attention(source, trained, model, task, config),
+        *_take_attention(source, trained, model, run.task, run.config),
     ]
 
 

@@ -117,7 +117,7 @@ def _columns(path: Path, words: Words) -> tuple[str, str, list[str]]:
     with _opened(path) as file:
         schema = file.schema_arrow
     try:
-        features = files.parsed(schema.metadata[b"huggingface"])["info"]["features"]
+        features = files.parse_json(schema.metadata[b"huggingface"])["info"]["features"]
         kinds = {name: feature.get("_type") for name, feature in features.items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         features, kinds = {}, {}

@@ -228,7 +228,7 @@ def load(path: Path, has_header: bool = True) -> Table:
             return Table((path,), *_of_records(_of_parquet(path)))
         text = path.read_text("utf-8-sig")
         if path.suffix == ".jsonl":
-            records = [files.parsed(line) for line in text.splitlines() if line.strip()]
+            records = [files.parse_json(line) for line in text.splitlines() if line.strip()]
             return Table((path,), *_of_records(records))
         rows = _split(text)
         if not rows[has_header:]:
