@@ -7,7 +7,8 @@ Features    how the kernel is estimated: `Features.draw(key, "pm", num_features,
 Exact, Bias, alibi    exact pairs together with features; what is added to q.k
 nnx, linen  layers and a transformer for Flax; linearized nnx models
 linearize   a trained JAX function -> the same function with random-feature attention
-measure     its queries and keys, for several calls of `linearize`
+load        a linearized function from its file
+measure     queries and keys of a function, for several calls of `linearize`
 attention   states for streaming and for several devices; the attention matrix for inspection
 calibration   exact invariances and importance sampling that lower the error of attention
 refinement  attention transfer: frequencies, or any map, trained towards softmax attention
@@ -66,10 +67,12 @@ if TYPE_CHECKING:
     from performer import testing as testing
     from performer import theory as theory
     from performer.linearization import linearize as linearize
+    from performer.linearization import load as load
     from performer.linearization import measure as measure
 
 __version__ = "0.1.0"
-__all__ = ["Bias", "Exact", "Features", "alibi", "linearize", "measure", "performer_attention"]
+OF_LINEARIZATION = "linearize", "load", "measure"
+__all__ = ["Bias", "Exact", "Features", "alibi", *OF_LINEARIZATION, "performer_attention"]
 
 MODULES = (
     "analysis",
@@ -96,7 +99,7 @@ EXTRAS = ("nnx", "linen", "sklearn")
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("linearize", "measure"):
+    if name in OF_LINEARIZATION:
         return getattr(import_module("performer.linearization"), name)
     if name in (*MODULES, *EXTRAS):
         return import_module(f"performer.{name}")

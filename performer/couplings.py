@@ -318,8 +318,8 @@ def _imported(module: str, function: str) -> Coupling:
         if error.name != module.partition(".")[0] and error.name != module:
             raise  # of the module's own imports
         raise ValueError(
-            f"unknown coupling {name!r}: Python cannot import {module!r}; expected 'module:function', for"
-            f" example of a file {module}.py in the folder where you start the program"
+            f"unknown coupling {name!r}: Python cannot import {module!r}; expected"
+            f" 'module:function', for example of a file {module}.py in the folder where you start"
         ) from error
     if not callable(found):
         raise ValueError(

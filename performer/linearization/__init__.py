@@ -13,9 +13,12 @@ layout    axes of its arrays, in the order of `performer_attention`
 measure   attention in a program, measured on batches
 layers    measured layers and their attention errors, shared with `performer.nnx`
 recipes   numbers of features and exact pairs of each layer, calibrated and refined
+saved     the replacements of a function in one file
 report    the attention error of every layer and head
 """
 
+from performer.linearization.function import Linearized as Linearized
 from performer.linearization.function import linearize as linearize
+from performer.linearization.function import load as load
 from performer.linearization.function import measure as measure
 from performer.linearization.report import Report as Report

@@ -1,18 +1,19 @@
 """Any function with softmax attention -> the same function with random features in its place."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from performer import couplings
-from performer.attention import Bias, Exact, Features, performer_attention
+from performer.attention import Bias, Exact, performer_attention
 from performer.linearization.compare import Setting, lengths, require_constants
 from performer.linearization.layers import Layer, Measured
 from performer.linearization.layout import Unfit
@@ -39,18 +40,78 @@ from performer.linearization.program import (
 from performer.linearization.reading import read
 from performer.linearization.recipes import Options, replacements
 from performer.linearization.report import Report
+from performer.linearization.saved import Replacement, Replacements, write
+from performer.linearization.saved import read as read_file
 from performer.typing import Coupling
 
 UNCHOSEN = "not chosen by where"
 LINEAR = "linear already"
 
 
-class Replacement(NamedTuple):
-    """Arrays of one place; in a scan with an axis of its steps before all others."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Linearized:
+    """A function with linear attention: the result of `linearize`, called like the given one.
 
-    attention: Features
-    scale: Float[Array, "*l n"]
-    slopes: Float[Array, "*l n"] | None
+    A pytree, whose leaves are frequencies, calibrations and scales: it can be an argument of
+    `jax.jit`. It is compiled once for each structure and shapes of its arguments.
+    """
+
+    arrays: dict[int, Replacement]
+    """Of each place of attention that is replaced."""
+    program: "Compiled" = field(metadata=dict(static=True))
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """The function of these arguments."""
+        return self.program(self.arrays, *arguments, **keywords)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the arrays and what they replace to one .npz file, for `performer.load`.
+
+        The function itself, and its parameters, are not in the file.
+        """
+        write(path, Replacements(self.arrays, self.program.settings, self.program.words))
+
+
+class Compiled:
+    """The program of a `Linearized` function, without its arrays; equal to itself alone."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        settings: dict[int, Setting],
+        words: tuple[tuple[str, ...], ...],
+    ):
+        self.settings, self.words = settings, words
+        self._run = jax.jit(partial(_run, function, settings, words), static_argnums=1)
+
+    def __call__(
+        self, replacements: dict[int, Replacement], *arguments: Any, **keywords: Any
+    ) -> Any:
+        """The function with these arrays."""
+        leaves, tree = jax.tree.flatten((arguments, keywords))
+        arrays = [x for x in leaves if hasattr(x, "shape")]
+        others = tuple(None if hasattr(x, "shape") else x for x in leaves)
+        return self._run(replacements, _Structure(tree, tuple(map(type, others)), others), arrays)
+
+
+def load(path: str | os.PathLike, function: Callable[..., Any]) -> Linearized:
+    """Return a linearized function that `Linearized.save` has written, without measuring again.
+
+    Args:
+        path: the file.
+        function: the function that was given to `linearize`: the same attention, in the same code.
+
+    Raises:
+        ValueError: for another file; at a call, if the attention of the function is another one.
+
+    Example:
+        >>> linear, report = performer.linearize(apply, batches)
+        >>> linear.save("linear.npz")
+        >>> linear = performer.load("linear.npz", apply)  # in another process
+    """
+    given = read_file(path)
+    return Linearized(given.arrays, Compiled(function, given.settings, given.words))
 
 
 def linearize(
@@ -69,7 +130,7 @@ def linearize(
     show: Callable[[str], Any] | None = None,
     exact: Exact | None = None,
     time: str | None = "forward",
-) -> tuple[Callable[..., Any], Report]:
+) -> tuple[Linearized, Report]:
     """Replace exact attention in a function by random-feature attention.
 
     The function is anything that `jax.make_jaxpr` traces: plain JAX, `module.apply` of linen or
@@ -135,10 +196,9 @@ def linearize(
             3 w keys, 2 w if causal.
 
     Returns:
-        The new function and the report. The function takes the arguments of the given one, also by
-        name. It is a pytree (`jax.tree_util.Partial`) whose
-        leaves are the frequencies and calibrations: it can be an argument of `jax.jit`,
-        differentiated and saved. It is compiled once for each structure and shape of its arguments.
+        The new function (`Linearized`, which `save` writes to a file) and the report. The function
+        takes the arguments of the given one, also by name. It has no cache for decoding: give a
+        function of whole sequences, or convert an nnx model with `performer.nnx.linearize`.
         The report's errors of attention with ALiBi are those without the bias. A single batch axis
         of the scores counts as examples, not as heads: heads then share their frequencies.
 
@@ -183,9 +243,7 @@ def linearize(
         slopes = None if first.slopes is None else np.asarray(first.slopes)
         settings[number] = Setting(*facts, np.asarray(first.scale), slopes)
         arrays[number] = jax.jit(partial(_stacked, places[number].lengths))(*each)
-    compiled = jax.jit(partial(_run, function, settings, tuple(words_of(places))), static_argnums=1)
-    call = partial(_call, compiled)
-    linear = jax.tree_util.Partial(call, arrays)
+    linear = Linearized(arrays, Compiled(function, settings, tuple(words_of(places))))
     if new:
         change, whole = compared(measured.before(), linear, measured.arguments, time)
         change = change._replace(is_held_out=measured.is_held_out)
@@ -280,19 +338,6 @@ class _Structure(NamedTuple):
     """Types of the leaves, for 1, 1.0 and True are equal."""
     leaves: tuple[Any, ...]
     """None for an array."""
-
-
-def _call(
-    compiled: Callable[..., Any],
-    replacements: dict[int, Replacement],
-    *arguments: Any,
-    **keywords: Any,
-) -> Any:
-    """The new function: traced and compiled once for each structure and shapes of arguments."""
-    leaves, tree = jax.tree.flatten((arguments, keywords))
-    arrays = [x for x in leaves if hasattr(x, "shape")]
-    others = tuple(None if hasattr(x, "shape") else x for x in leaves)
-    return compiled(replacements, _Structure(tree, tuple(map(type, others)), others), arrays)
 
 
 def _run(
