@@ -509,6 +509,7 @@ def write(results: Sequence[Result], baseline: str, config: configs.TrainConfig,
         harness.figure(out / "results", **drawn["results"] | named)
     harness.figure(out / "curves", **drawn["curves"])
     point = "first" if len({r.setting.coupling for r in results}) == 1 else "same"
+    against = f"{baseline!r} at the {point} point" if baseline else "the first point"
     diverged = "; ".join(
         f"{r.setting.name}, seed {run.seed}, after step {run.diverged}"
         for r in results
@@ -519,8 +520,8 @@ def write(results: Sequence[Result], baseline: str, config: configs.TrainConfig,
     lines = [
         f"# Comparison\n\n**{reports.plain(verdict(results))}**\n\n{table}",
         f"{measure.capitalize()} on {reports.plain(repr(config.data.split))}: mean ± standard"
-        f" error. Differences are paired by seed, to {baseline or 'the baseline'!r} at the {point}"
-        " point; p-values are those of paired t-tests with Holm's correction."
+        f" error. Differences are paired by seed, to {against};"
+        " p-values are those of paired t-tests with Holm's correction."
         + f" The seeds needed give 80% power for the gain of PM over ORF in Reid et al. 2025, by"
         f" one such test at level {LEVEL}." * (measure == "accuracy") + " Attention error:"
         " of the trained layers, relative to exact attention, mean over layers and heads of the"

@@ -92,8 +92,8 @@ def test_learned_features_come_from_a_run_that_has_them(source, tmp_path):
     learned = config.Block(num_features=8, exact_window=2, transferred=True)
     attention = config.Attention(blocks=(learned,) * SETTINGS.model.size.depth)
     settings = dataclasses.replace(SETTINGS, attention=attention)
-    with transfer.begun(settings, tmp_path / "learned", {}) as (model, task, _):
-        for layer in task.layers(model):
+    with transfer.begun(settings, tmp_path / "learned", {}) as (model, run):
+        for layer in run.task.layers(model):
             weights = layer.attention_fn.learned["weights"]
             weights[...] = jnp.linspace(0, 1, weights[...].size).reshape(weights[...].shape)
     message = r"blocks\[0\].transferred=True: such features are learned by vit.convert"
