@@ -106,9 +106,11 @@ def load(path: str | os.PathLike, function: Callable[..., Any]) -> Linearized:
         ValueError: for another file; at a call, if the attention of the function is another one.
 
     Example:
-        >>> linear, report = performer.linearize(apply, batches)
-        >>> linear.save("linear.npz")
-        >>> linear = performer.load("linear.npz", apply)  # in another process
+        >>> def apply(x):
+        ...     return jax.nn.dot_product_attention(x, x, x)
+        >>> linear, report = linearize(apply, [(q,)], num_features=8)
+        >>> linear.save(path)
+        >>> linear = load(path, apply)  # in another process
     """
     given = read_file(path)
     return Linearized(given.arrays, Compiled(function, given.settings, given.words))

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
@@ -23,7 +24,8 @@ def rotated(x: Float[Array, "*b t n h"], positions: Int[Array, " t"]) -> Float[A
     Rotary positions (Su et al. 2021): q.k then depends on the distance of query and key.
     """
     half = x.shape[-1] // 2
-    angle = positions[:, None] / WAVES ** (jnp.arange(half) / half)
+    waves = np.float32(WAVES) ** -(np.arange(half, dtype=np.float32) / np.float32(half))
+    angle = positions[:, None].astype(np.float32) * waves
     cosine, sine = (f(angle)[:, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
@@ -90,11 +92,10 @@ class Transformer(nnx.Module):
         ValueError: for sizes that do not fit, and as `PerformerAttention`.
 
     Example:
-        >>> rngs, near = nnx.Rngs(params=0, frequencies=1), performer.Exact(window=16, first=1)
-        >>> encoder = Transformer(6, 512, 8, 128, vocab_size=None, rngs=rngs)
-        >>> decoder = Transformer(
-        ...     6, 512, 8, 128, vocab_size=32_000, is_causal=True, cross=True, exact=near, rngs=rngs
-        ... )
+        >>> rngs, near = nnx.Rngs(params=0, frequencies=1), Exact(window=16, first=1)
+        >>> encoder = Transformer(6, 64, 2, 32, rngs=rngs)
+        >>> options = dict(vocab_size=1000, is_causal=True, cross=True, exact=near)
+        >>> decoder = Transformer(6, 64, 2, 32, **options, rngs=rngs)
         >>> logits = decoder(tokens, context=encoder(x), context_mask=exists)
         >>> logits, states = decoder.stream(tokens[:, :1], context=encoder(x))
     """
@@ -206,7 +207,7 @@ class Transformer(nnx.Module):
             raise ValueError(NEEDS_CONTEXT if self.cross and states is None else NO_CONTEXT)
         if states is None:
             states = States(jnp.int32(0), [(None, None)] * len(self.blocks))
-        positions, after = states.position + jnp.arange(x.shape[1]), []
+        positions, after = states.position + jnp.arange(x.shape[1], dtype=np.int32), []
         x = x if self.embed is None else self.embed(x)
         for block, (near, far) in zip(self.blocks, states.layers, strict=True):
             y = block.attention_norm(x)

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import tempfile
 import traceback
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,15 @@ HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
 COSTLY = (
     *("recommend", "attention_error", "refine_far", "calibrate", "learn", "matern", "sample"),
-    *("linearize", "measure", "GraphAttention", "RandomFeatures", "GaussianProcess"),
+    *(
+        "linearize",
+        "load",
+        "Transformer",
+        "measure",
+        "GraphAttention",
+        "RandomFeatures",
+        "GaussianProcess",
+    ),
     *("spherical_radial", "transfer", "PerformerAttention", "performer_attention"),
     *("masked_attention", "random_features", "random_butterfly", "Blocks"),
     "performer_attention_fn",
@@ -120,6 +129,12 @@ NEEDED = {
     "performer.nnx.linearization": lambda normal: (
         {"x": normal(2, 6, 8)}
         | {"model": nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))}
+    ),
+    "performer.linearization.function": lambda normal: {
+        "path": Path(tempfile.mkdtemp()) / "linear.npz",
+    },
+    "performer.nnx.transformer": lambda normal: (
+        {"x": normal(2, 6, 64), "tokens": jnp.ones((2, 5), int), "exists": jnp.ones(6, bool)}
     ),
     "performer.nnx.layer": lambda normal: {"x": normal(2, 6, 768)},
     "performer.linen": lambda normal: {"x": normal(2, 6, 768)},
