@@ -8,16 +8,18 @@ MARKS ?= not slow
 .PHONY: install demo docs test test-all test-thorough test-faults test-slow test-optimised test-versions margins release lint format clean
 install: .venv/installed
 
-.venv/installed: pyproject.toml
+.venv/installed: WHAT = '.[vit,experiments]' --group dev
+.venv-demo/installed: WHAT = '.[vit]'
+.venv/installed .venv-demo/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) \
 	    else f"performer needs Python 3.11 or newer, this is {v}: make PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet --editable '.[vit,experiments]' --group dev
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --upgrade "pip>=25.1"
+	$(@D)/bin/pip install --quiet --editable $(WHAT)
 	@touch $@
 
-demo: install  ## train a small Performer-ViT on scikit-learn's digits: three minutes on two cores, installation included
-	$(BIN)/python -m vit.train --config=digits --workdir=runs/demo
+demo: .venv-demo/installed  ## train a small Performer-ViT on scikit-learn's digits, in an environment without developers' tools
+	.venv-demo/bin/performer-vit train --config=digits --workdir=runs/demo
 
 test: install  ## finds a fault of every promised property
 	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal

@@ -48,6 +48,22 @@ def frequencies(state):
     return jax.tree.leaves(nnx.filter_state(state, Frequencies))
 
 
+def test_the_time_left_is_by_all_steps(monkeypatch, capsys):
+    """Steps of 2 and of 30 seconds: 98 more take 98 x 16 seconds, not 98 x 30."""
+    now = 0.0
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now)
+    (dataset, task), mesh = opened(TRAINED), devices.mesh(TRAINED)
+    run = runs.Run(TRAINED, dataset, task, mesh)
+    run.__dict__["length"] = 10, 100
+    progress = loop.Progress(run, (), lambda record: None, True, 0.0)
+    for step, seconds in ((1, 2.0), (2, 30.0)):
+        now += seconds
+        values = {"train_loss": np.float32(1), "finite": np.ones(1, bool)}
+        progress.ended.append((step, values, 0.0))
+        progress._log()
+    assert capsys.readouterr().out.splitlines()[-1].endswith("0:26:08 left")
+
+
 def test_three_steps(digits_run):
     workdir, record = digits_run
     assert record["step"] == 3

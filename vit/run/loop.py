@@ -53,6 +53,10 @@ class Progress:
     """Time of the last printed line of progress."""
     mark: float = 0.0
     """Time of the last line of the log, or of the first step after a pause."""
+    spent: float = 0.0
+    """Seconds of the logged steps of this process, without evaluations and checkpoints."""
+    logged: int = 0
+    """Number of these steps."""
 
     def line(self, text: str) -> None:
         """Print a line."""
@@ -62,6 +66,10 @@ class Progress:
     def seconds(self) -> float:
         """Return the duration of the run in seconds."""
         return time.perf_counter() - self.start
+
+    def seconds_left(self, num_steps: int) -> int:
+        """Return the seconds of further steps at the mean rate of this process so far."""
+        return round(num_steps * self.spent / self.logged)
 
     def add(self, step: int, values: dict[str, Any], requested: float, waited: float) -> None:
         """Add a dispatched step, and wait for the one `steps.AHEAD` before it.
@@ -109,6 +117,7 @@ class Progress:
         values, step = jax.device_get(values), numbers[-1]
         now = time.perf_counter()
         seconds, self.mark = now - self.mark, now
+        self.spent, self.logged = self.spent + seconds, self.logged + len(values)
         config, task, (steps_per_epoch, num_steps) = self.run.config, self.run.task, self.run.length
         check_finite(config.optim, values, step, self.names)
         flops, peak = task.operations, devices.peak_flops()
@@ -121,9 +130,9 @@ class Progress:
         record |= devices.memory() | {"data_seconds": sum(waits)}
         self.write(record | {"seconds": self.seconds()})
         if now - self.printed >= EVERY:
-            self.printed, left = now, round((num_steps - step) * seconds / len(values))
+            self.printed = now
             status = metrics.status(record, task.rate, sum(waits) / seconds)
-            left = datetime.timedelta(seconds=left)
+            left = datetime.timedelta(seconds=self.seconds_left(num_steps - step))
             self.line(f"step {step} of {num_steps}: {status}  {left} left")
 
 
