@@ -88,7 +88,10 @@ def test_the_trainer_reads_no_fields_of_a_task():
 
 WHERE = {"": "performer", "flax": "performer", "graphs": "performer", "sklearn": "performer"}
 """Package that imports the requirements of an extra; others by its name, or vit."""
-OPENED_BY_JAX = {"flatbuffers": ("jax.export", "jax._src.export.serialization")}
+OPENED_BY_JAX = {
+    "flatbuffers": ("jax.export", "jax._src.export.serialization"),
+    "filelock": ("jax", "jax._src.lru_cache"),
+}
 """Imported by a module of JAX that a module of ours uses: no requirement of JAX."""
 
 

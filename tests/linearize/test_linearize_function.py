@@ -266,7 +266,7 @@ def test_steps_of_a_scan_have_frequencies_of_their_own():
     )
     moments = calibration.pair_moments(q, k, is_causal=True)
     fitted = calibration.fit(moments, "full", couplings.DEFAULT)
-    first = jax.tree.map(lambda y: y[:1], new.args[0])
+    first = jax.tree.map(lambda y: y[:1], new.arrays)
     found = jax.tree.leaves(first, is_leaf=lambda y: hasattr(y, "frequencies"))
     (attention,) = (y for y in found if hasattr(y, "frequencies"))
     jax.tree.map(
