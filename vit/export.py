@@ -32,14 +32,26 @@ from vit.storage import buckets, files
 PLATFORMS = ("cpu", "tpu", "cuda")
 
 LOADER = """\
-import json, jax, jax.export, numpy as np  # pip install jax flatbuffers
+import json, jax, jax.export, numpy as np  # pip install jax flatbuffers pillow
+from PIL import Image, ImageOps
+
 program = jax.export.deserialize(bytearray(open({program!r}, "rb").read()))
 about = json.load(open({about!r}))
-images = np.zeros((1, about["image_size"], about["image_size"], about["channels"]), np.uint8)
+how, size = about["preprocessing"], about["image_size"]
+photo = ImageOps.exif_transpose(Image.open("photo.jpg")).convert(how["mode"])
+w, h = (size / how[{resized!r}] * side for side in {sides})
+left, top = (photo.width - w) / 2, (photo.height - h) / 2
+photo = photo.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + w, top + h))
+images = np.asarray(photo).reshape(1, size, size, about["channels"])
 logits = jax.jit(program.call)(images)
 print([about["class_names"][i] for i in logits.argmax(-1)])
 """
-"""Python that runs the program with JAX alone, in the folder of its files."""
+"""Python that runs the program on a picture, with JAX and Pillow, in the folder of its files."""
+RESIZED = {
+    "center": ("shorter_side", "[min(photo.size)] * 2"),
+    "squash": ("both_sides", "photo.size"),
+}
+"""Name and expression of the sides that are resized, by `data.eval_crop`."""
 
 
 def description(out: Path) -> Path:
@@ -82,7 +94,8 @@ def export(trained: use.Trained, out: Path) -> str:
     except OSError:
         out.unlink()  # the same command would be refused
         raise
-    return LOADER.format(program=out.name, about=about.name)
+    resized, sides = RESIZED[trained.config.data.eval_crop]
+    return LOADER.format(program=out.name, about=about.name, resized=resized, sides=sides)
 
 
 def symbolic(trained: use.Trained) -> Exported:
@@ -101,7 +114,7 @@ def symbolic(trained: use.Trained) -> Exported:
 def described(trained: use.Trained, program: Exported) -> dict[str, Any]:
     """Return input, output, classes, preprocessing and versions of the program."""
     data = trained.config.data
-    resized = {"center": "shorter_side", "squash": "both_sides"}[data.eval_crop]
+    resized, _ = RESIZED[data.eval_crop]
     return {
         "input": "images: uint8 (b, image_size, image_size, channels), 0 to 255",
         "output": "logits: float32 (b, classes); their"

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from PIL import Image
 
 from tests.support.small import SHALLOW, new_vit, sized, small_config
 from tests.support.tiers import tiers
@@ -34,16 +35,14 @@ def images(number):
     return np.random.default_rng(number).integers(0, 256, (number, 8, 8, 1), np.uint8)
 
 
-def served(folder, loader, number):
+def served(folder, loader, picture):
     """The logits and the printed line of the loader, in a process where most is missing."""
-    np.save(folder / "images.npy", images(number))
+    picture.save(folder / "photo.png")
     lines = [
         f"import sys; sys.modules |= dict.fromkeys({ABSENT})",
-        *loader.splitlines(),
+        *loader.replace("photo.jpg", "photo.png").splitlines(),
         "np.save('logits.npy', logits)",
     ]
-    zeros = next(i for i, line in enumerate(lines) if line.startswith("images = "))
-    lines[zeros] = "images = np.load('images.npy')"
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         cwd=folder,
@@ -55,18 +54,21 @@ def served(folder, loader, number):
 
 
 @pytest.mark.thorough
-def test_a_process_with_jax_alone_gives_the_same_logits(tmp_path):
-    data = config.Data(eval_resize=10)
+@pytest.mark.parametrize("crop", ["center", "squash"])
+def test_a_process_with_jax_and_pillow_gives_the_same_logits(tmp_path, crop):
+    """For a picture in colour that is neither square nor small, as the evaluation reads it."""
+    data = config.Data(eval_resize=10, eval_crop=crop)
     model = trained(model=config.Model(variant="XS/4", pooling="token"), data=data)
-    got, said = served(tmp_path, export.export(model, tmp_path / "birds.stablehlo"), 3)
-    want, _ = nnx.jit(lambda model, x: model(x))(model.model, images(3))  # as prepared already
+    pixels = np.random.default_rng(0).integers(0, 256, (31, 23, 3), np.uint8)
+    loader = export.export(model, tmp_path / "birds.stablehlo")
+    got, said = served(tmp_path, loader, Image.fromarray(pixels))
+    ready = model.pixels(tmp_path / "photo.png")[None]
+    want, _ = nnx.jit(lambda model, x: model(x))(model.model, ready)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert said.strip() == str([NAMES[i] for i in want.argmax(-1)])
     about = json.loads((tmp_path / "birds.json").read_text())
-    assert about["preprocessing"]["shorter_side"] == 10
-    model.config.data.eval_crop = "squash"
-    assert export.described(model, export.symbolic(model))["preprocessing"]["both_sides"] == 10
+    assert about["preprocessing"][export.RESIZED[crop][0]] == 10
 
 
 MODELS = {

@@ -277,6 +277,8 @@ def train(
             batches = safety.until(stopping, run.eval_batches())
             results = steps.evaluate(task, partial(program.evaluate, state), batches)
             progress.evaluated(step, results)
+            if lead:
+                metrics.plot_learning_curve(path, workdir / "learning_curve.png")
 
         # Programs that do not compile, or do not fit, end the run before its first step.
         batches = iter(())
