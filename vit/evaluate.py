@@ -159,7 +159,7 @@ def main(
     else:
         record = evaluate_run(workdir, step=step)
     if jax.process_index() == 0:
-        print("\n".join(f"{name:14} {value}" for name, value in record.items()))
+        print(metrics.evaluation(record))
     if report == "attention":
         print(report_attention(workdir, workdir / "attention", step=step))
     elif report == "classes":

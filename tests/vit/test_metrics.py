@@ -117,3 +117,13 @@ def test_a_damaged_line_of_a_log_costs_itself_alone(tmp_path):
     content = written(log)
     log.write_bytes(content.replace(b'"step": 2', b'"stop": 2').replace(b"{", b"[", 1))
     assert metrics.keep_up_to(log, 4) == LOG[2:] == metrics.read(log)
+
+
+def test_shares_have_standard_errors():
+    record = {"step": 3, "eval_loss": 1.8922683, "eval_accuracy": 0.341667, "eval_examples": 360}
+    assert metrics.evaluation(record).splitlines() == [
+        "step           3",
+        "eval_loss      1.8923",
+        "eval_accuracy  0.34167 ± 0.025",
+        "eval_examples  360",
+    ]

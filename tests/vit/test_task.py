@@ -99,6 +99,7 @@ def test_the_attention_of_a_task_is_reported_if_it_says_where(finished, tmp_path
     records = attention_report.rows(own, run.model(), batch, **options)
     text = attention_report.write(records, tmp_path / "own", "own")
     assert "of 2 heads are worse than uniform attention" in text
+    assert max(map(len, text.splitlines())) <= 100, "it fits a terminal"
     query, key, _ = projections(run.model(), batch)[0]
     squares = jnp.mean(jnp.sum(query**2 + key**2, axis=-1), axis=(0, 1))
     found = [float(row["(|q|^2 + |k|^2) / 2"]) for row in read_csv(tmp_path / "own.csv")]

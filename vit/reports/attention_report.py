@@ -113,9 +113,30 @@ def rows(
     return records
 
 
+LEGEND = """\
+error, uniform: relative squared error of the attention matrix, and of uniform attention;
+output, uniform output: the same of the layer's output; row sum: error of a normaliser;
+squared norm: mean of |q|^2 and |k|^2, each after the factor sqrt(scale)
+"""
+
+
+def narrow(record: metrics.Record) -> dict[str, Any]:
+    """Return a record as a line of a table that fits a terminal."""
+    error = f"{record['attention error']:.4g} ± {record['standard error']:.2g}"
+    return {
+        "layer.head": f"{record['layer']}.{record['head']}",
+        "error": error,
+        "uniform": record["uniform attention"],
+        "output": record["output error"],
+        "uniform output": record["uniform output"],
+        "row sum": record["row sum error"],
+        "squared norm": record["(|q|^2 + |k|^2) / 2"],
+    }
+
+
 def write(records: list[metrics.Record], out: Path, title: str) -> str:
     """Write `out`.csv, `out`.md and the heat map `out`.png, and return the text to print."""
-    markdown = report.table(records, out)
+    markdown = report.table(records, out, shown=[*map(narrow, records)])
     error, uniform, is_worse = (
         np.array([r[name] for r in records]).reshape(records[-1]["layer"] + 1, -1)
         for name in ("attention error", "uniform attention", "worse than uniform")
@@ -137,7 +158,7 @@ def write(records: list[metrics.Record], out: Path, title: str) -> str:
         report.save(drawn, out)
     heads = [f"{r['layer']}.{r['head']}" for r in records if r["worse than uniform"]]
     verdict = f"worse than uniform attention: {', '.join(heads) or 'none'} (layer.head)"
-    return f"{markdown}{len(heads)} of {len(records)} heads are {verdict}\n"
+    return f"{markdown}{LEGEND}{len(heads)} of {len(records)} heads are {verdict}\n"
 
 
 def report_attention(

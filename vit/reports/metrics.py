@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from vit.reports import report
 from vit.storage import files
 
 Record = dict[str, Any]
+SHARES = "eval_accuracy", "eval_top5"
+"""Measures that are shares of the examples."""
 
 
 def last(path: Path) -> Record:
@@ -109,6 +112,17 @@ def results(record: Record) -> str:
     values = {k.removeprefix("eval_"): x for k, x in record.items() if k.startswith("eval_")}
     shown = [name for name, x in values.items() if isinstance(x, float) and name != "loss"]
     return ", ".join(f"{name} {values[name]:.4f}" for name in (*shown, "loss"))
+
+
+def evaluation(record: Record) -> str:
+    """Return an evaluation, a line for each number; shares of examples with standard errors."""
+    lines, count = [], record.get("eval_examples")
+    for name, value in record.items():
+        text = f"{value:.5g}" if isinstance(value, float) else str(value)
+        if count and name in SHARES:
+            text += f" ± {math.sqrt(value * (1 - value) / count):.2g}"
+        lines.append(f"{name:14} {text}")
+    return "\n".join(lines)
 
 
 def status(record: Record, rate: str, waiting: float = 0.0) -> str:
