@@ -46,6 +46,8 @@ ELSEWHERE = {
     "--distributed": "several processes: test_hosts.py, test_rehearsal.py",
     "--coordinator": "several processes: test_hosts.py, test_rehearsal.py",
     "--workdir=RUN": "stands in imagenet.md with the name of a run",
+    "--config=experiments/language_model/config.py": "test_language_model.py",
+    "--workdir=runs/lm": "a run of the language model: test_language_model.py",
     "--weights=B_16.npz": "a published file: test_pretrained.py",
     "--weights=google/vit-base-patch16-224": "a download: test_hub.py",
     "experiments.figures": "draws all committed figures: test_results.py",

@@ -1,5 +1,6 @@
 """`performer.linearize` of functions as strangers write them: see `zoo`."""
 
+import dataclasses
 import re
 import warnings
 
@@ -365,14 +366,22 @@ def test_refining_beside_a_window(model, way, monkeypatch):
 
 @pytest.mark.thorough
 def test_the_function_is_a_tree_of_its_frequencies():
-    """Gradients in them are finite; it works without and with `jax.jit`, and its copies do."""
+    """It works without and with `jax.jit`, and its copies do; gradients, if they are trainable."""
     function, batches = zoo.plain()
     new, _ = performer.linearize(function, batches, num_features=6)
     copy = jax.tree.map(lambda x: x + 0, new)
     arguments = batches[0]
     compiled = jax.jit(lambda f, x: f(*x))(copy, arguments)
     np.testing.assert_allclose(compiled, new(*arguments), atol=1e-6)
-    slopes = jax.grad(lambda f: jnp.sum(f(*arguments) ** 2))(new)
+    is_features = lambda x: isinstance(x, performer.Features)  # noqa: E731
+    trainable = jax.tree.map(
+        lambda x: dataclasses.replace(x, trainable=True) if is_features(x) else x,
+        new,
+        is_leaf=is_features,
+    )
+    gradient = jax.grad(lambda f: jnp.sum(f(*arguments) ** 2))
+    assert not any(x.any() for x in jax.tree.leaves(gradient(new)) if x.shape == (HEADS, 6, HEAD))
+    slopes = gradient(trainable)
     (frequencies,) = (x for x in jax.tree.leaves(slopes) if x.shape == (HEADS, 6, HEAD))
     assert jnp.any(frequencies != 0)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes))
