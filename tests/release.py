@@ -19,6 +19,7 @@ import tomllib
 import venv
 from pathlib import Path
 
+import performer
 from tests.support.pages import code
 
 ADDRESSED = "pyproject.toml", "README.md", "CONTRIBUTING.md", "CITATION.cff"
@@ -68,11 +69,10 @@ def fill(tree: Path, repository: str, version: str) -> None:
     readme.write_text(LINK.sub(absolute, readme.read_text()))
 
 
-def run(*words: object, **options: object) -> str:
+def run(*words: object, cwd: Path | None = None) -> str:
     """Run a command, and return what it prints; CalledProcessError if it fails."""
-    done = subprocess.run(
-        [str(x) for x in words], stdout=subprocess.PIPE, text=True, check=True, **options
-    )  # type: ignore
+    given = [str(x) for x in words]
+    done = subprocess.run(given, stdout=subprocess.PIPE, text=True, check=True, cwd=cwd)
     return done.stdout.strip()
 
 
@@ -80,7 +80,7 @@ def main(repository: str) -> None:
     """Build, check and list what is left."""
     if changed := run("git", "status", "--porcelain"):
         sys.exit(f"a release is made of a commit; these files differ from the last one:\n{changed}")
-    version = re.search(r'__version__ = "(.+)"', Path("performer/__init__.py").read_text())[1]  # type: ignore
+    version = performer.__version__
     folder = Path(tempfile.mkdtemp(prefix="release-"))
     tree, fresh, dist = folder / "tree", folder / "fresh", Path("dist").resolve()
     run("git", "archive", f"--output={folder / 'tree.tar'}", "HEAD")

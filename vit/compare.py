@@ -521,7 +521,7 @@ def write(results: Sequence[Result], baseline: str, config: configs.TrainConfig,
         f"# Comparison\n\n**{reports.plain(verdict(results))}**\n\n{table}",
         f"{measure.capitalize()} on {reports.plain(repr(config.data.split))}: mean ± standard"
         f" error. Differences are paired by seed, to {against};"
-        " p-values are those of paired t-tests with Holm's correction."
+        " p-values come from paired t-tests with Holm's correction."
         + f" The seeds needed give 80% power for the gain of PM over ORF in Reid et al. 2025, by"
         f" one such test at level {LEVEL}." * (measure == "accuracy") + " Attention error:"
         " of the trained layers, relative to exact attention, mean over layers and heads of the"

@@ -58,7 +58,7 @@ class Linearized:
     """
 
     arrays: dict[int, Replacement]
-    """Of each place of attention that is replaced."""
+    """Arrays of each place of attention that is replaced."""
     program: "Compiled" = field(metadata=dict(static=True))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:

@@ -101,7 +101,7 @@ class Lazy(NamedTuple):
 
     @property
     def exponentials(self) -> tuple:
-        """What exponentials and their sum must have in common."""
+        """Facts that exponentials and their sum must have in common."""
         return self.goal, self.shifts, self.base
 
 
@@ -272,7 +272,7 @@ class Walk:
         return False
 
     def sink(self, ref: Ref, aval: Any, total: Lazy) -> Sink | None:
-        """What is added to a sum, as a sink; None if it is none."""
+        """Return an addend of a sum as a sink; None if it is none."""
         if not total.shifts:
             return None if self.at(ref) else Sink(ref, aval, total.axes, False)
         power = self._op(self.origin(ref))
@@ -454,7 +454,7 @@ def _with_sinks(op: Op, inputs: list, x: Lazy) -> Lazy | None:
 
 
 def _without_sinks(op: Op, x: Lazy) -> Lazy | None:
-    """What is left of the keys, if the sinks are cut off."""
+    """Keys that are left where the sinks are cut off."""
     shape, given = op.equation.invars[0].aval.shape, op.equation.params
     edges = zip(given["start_indices"], given["limit_indices"], shape, strict=True)
     cut = [(low, n - high) for low, high, n in edges if low or high != n]
@@ -479,4 +479,4 @@ RULES: dict[str, Callable] = {
     "numerator": _numerator,
 }
 KINDS = [*RULES, "output"]
-"""Where several kinds meet, the rule of the last one applies."""
+"""Kinds of values; where several meet, the rule of the last one applies."""

@@ -35,7 +35,7 @@ class Replacement(NamedTuple):
 
 
 class Replacements(NamedTuple):
-    """What replaces attention in a function."""
+    """Arrays and facts that replace attention in a function."""
 
     arrays: dict[int, Replacement]
     settings: dict[int, Setting]

@@ -1,6 +1,7 @@
 """A transformer of random-feature attention: encoder, decoder, and decoder with cross attention."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,12 +60,12 @@ class Attention(nnx.MultiHeadAttention):
 
 
 class States(NamedTuple):
-    """What a decoder keeps of the tokens that it has read; its size does not depend on them."""
+    """State of a decoder after the tokens that it has read; its size does not depend on them."""
 
     position: Int[Array, ""]
     """Number of tokens read."""
-    layers: list[tuple[Any, Any]]
-    """States of self attention and of cross attention, block by block."""
+    layers: list[Any]
+    """States of the attention layers, in the order of their calls."""
 
 
 class Transformer(nnx.Module):
@@ -122,7 +123,6 @@ class Transformer(nnx.Module):
                 " positions turn pairs of coordinates"
             )
         linear: Any = dict(use_bias=False, dtype=dtype, rngs=rngs)
-
         fixed: Any = dict(num_heads=num_heads, rngs=rngs) | options
 
         def attention(exact: Exact) -> Attention:
@@ -169,15 +169,14 @@ class Transformer(nnx.Module):
         """
         if (context is not None) != self.cross:
             raise ValueError(NEEDS_CONTEXT if self.cross else NO_CONTEXT)
-        positions = jnp.arange(x.shape[1])
-        x = x if self.embed is None else self.embed(x)
-        for block in self.blocks:
-            y = block.attention_norm(x)
-            x = x + block.attention(y, y, positions, mask=mask, is_causal=self.is_causal)
-            if self.cross:
-                x = x + block.cross(block.cross_norm(x), context, None, mask=context_mask)
-            x = x + block.mlp(x)
-        return self._output(x)
+        positions, read = jnp.arange(x.shape[1]), cast(Array, context)
+
+        def attend(layer: Attention, y: Array, is_cross: bool) -> Array:
+            if is_cross:
+                return layer(y, read, None, mask=context_mask)
+            return layer(y, y, positions, mask=mask, is_causal=self.is_causal)
+
+        return self._through(x, attend)
 
     def stream(
         self,
@@ -206,23 +205,30 @@ class Transformer(nnx.Module):
         if (context is not None) != (self.cross and states is None):
             raise ValueError(NEEDS_CONTEXT if self.cross and states is None else NO_CONTEXT)
         if states is None:
-            states = States(jnp.int32(0), [(None, None)] * len(self.blocks))
-        positions, after = states.position + jnp.arange(x.shape[1], dtype=np.int32), []
-        x = x if self.embed is None else self.embed(x)
-        for block, (near, far) in zip(self.blocks, states.layers, strict=True):
-            y = block.attention_norm(x)
-            output, near = block.attention.stream(y, y, positions, near)
-            x = x + output
-            if self.cross:
-                y = block.cross_norm(x)
+            states = States(jnp.int32(0), [None] * len(self.blocks) * (1 + self.cross))
+        positions = states.position + jnp.arange(x.shape[1], dtype=np.int32)
+        before, after = iter(states.layers), []
+
+        def attend(layer: Attention, y: Array, is_cross: bool) -> Array:
+            if is_cross:
                 read = y[:, :0] if context is None else context
                 pairs: Any = dict(mask=context_mask, is_causal=False)
-                output, far = block.cross.stream(y, read, None, far, **pairs)
-                x = x + output
-            x = x + block.mlp(x)
-            after.append((near, far))
-        return self._output(x), States(states.position + len(positions), after)
+                output, state = layer.stream(y, read, None, next(before), **pairs)
+            else:
+                output, state = layer.stream(y, y, positions, next(before))
+            after.append(state)
+            return output
 
-    def _output(self, x: Array) -> Array:
+        output = self._through(x, attend)
+        return output, States(states.position + len(positions), after)
+
+    def _through(self, x: Array, attend: Callable[[Attention, Array, bool], Array]) -> Array:
+        """The blocks, with `attend` for each attention: (layer, its input, is it cross?)."""
+        x = x if self.embed is None else self.embed(x)
+        for block in self.blocks:
+            x = x + attend(block.attention, block.attention_norm(x), False)
+            if self.cross:
+                x = x + attend(block.cross, block.cross_norm(x), True)
+            x = x + block.mlp(x)
         x = self.norm(x)
         return x if self.head is None else self.head(x)

@@ -74,7 +74,7 @@ def test_the_folders_of_vit_import_those_below_them():
 
 
 def test_the_trainer_reads_no_fields_of_a_task():
-    """Of a config the two fields of `Batches`, the section `optim` and its own."""
+    """Fields of the trainer: two of `Batches`, the section `optim` and its own."""
     for path in [*Path("vit/run").glob("*.py"), Path("vit/task.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             read = re.fullmatch(r"(?:self\.|run\.)?config\.(\w+(?:\.\w+)?)", ast.unparse(node))

@@ -180,3 +180,15 @@ def test_a_traced_alpha_below_two_is_no_number():
     assert np.isnan(values(1.99)).all()
     slope = jax.grad(lambda alpha: kernels.RandomWalk(2, alpha)(4)[0])(3.0)
     assert float(slope) == 1, "f_0 = alpha - 1"
+
+
+@pytest.mark.parametrize("power", [1, 2, 3])
+def test_the_root_of_a_series(power):
+    """A diffusion kernel's is that of sigma / sqrt(power); any other's powers are the series."""
+    g = kernels.root(kernels.Diffusion(2.0)(30), power)
+    np.testing.assert_allclose(g, kernels.Diffusion(2.0 / power**0.5)(30), atol=1e-6)
+    series = 0.5 ** np.arange(20) * (1 + np.arange(20) % 3)
+    g, product = np.asarray(kernels.root(series, power), np.float64), np.ones(1)
+    for _ in range(power):
+        product = np.convolve(product, g)
+    np.testing.assert_allclose(product[:20], series, rtol=1e-4, atol=1e-6)

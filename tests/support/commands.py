@@ -23,7 +23,7 @@ COMMAND = re.compile(
     r"((?: \\\n|[^\n`])*)"
 )
 SHARED = "experiments.language_model"
-"""Package whose commands are those of vit, too."""
+"""Package that has the commands of vit also."""
 programs = cache(cli.programs)
 
 

@@ -29,6 +29,13 @@ def test_the_variable_of_jax_is_respected(settings, monkeypatch, folder):
     assert not settings
 
 
+def test_a_system_without_a_description_of_the_processor_has_a_folder(monkeypatch, tmp_path):
+    """As macOS: no /proc."""
+    before = compilation.cache_folder()
+    monkeypatch.setattr(compilation, "PROCESSOR", tmp_path / "cpuinfo")
+    assert compilation.cache_folder().parent == before.parent
+
+
 def test_kinds_of_processors_have_folders_of_their_own(monkeypatch):
     folders = {compilation.cache_folder()}
     for kind in ("x86_64", "aarch64"):

@@ -4,7 +4,7 @@ A config file (`vit/configs/*.py`) defines `get_config() -> Config`. A flag over
 field, as in `--config.attention.coupling=pm`. Each field has a help text and a range. `validate`
 checks ranges and conditions on several fields before any work starts.
 
-base       fields, and those of the trainer, which every task has
+base       kinds of fields, and the fields of the trainer, which every task has
 attention  the section `attention`, and the attention of each block
 images     the sections of image classification
 rules      ranges of fields, conditions on several of them

@@ -15,7 +15,7 @@ from vit.config.base import choice, count, field, flatten, number, records
 class Block(NamedTuple):
     """Attention of one block: a row of `config.attention.blocks`.
 
-    Except for `transferred` the fields are those of `Attention` with the same name.
+    Except for `transferred`, fields have the meaning of the same name in `Attention`.
     """
 
     kind: str = "performer"

@@ -15,6 +15,8 @@ from pathlib import Path
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 LIMIT = 2 * 2**30
 """Bytes."""
+PROCESSOR = Path("/proc/cpuinfo")
+"""Description of the processor, on Linux alone."""
 
 
 def cache_folder(name: str = "performer") -> Path:
@@ -23,9 +25,9 @@ def cache_folder(name: str = "performer") -> Path:
     JAX's own key of a program has its text, the flags and the version of the compiler, not the
     instructions that the processor has: a home directory may be shared by several kinds.
     """
-    info = Path("/proc/cpuinfo")
-    flags = [line for line in info.read_text().splitlines() if line.startswith(("flags", "Feat"))]
-    kind = "\n".join([platform.machine(), *flags[:1]]) if info.exists() else platform.processor()
+    lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else [platform.processor()]
+    flags = [line for line in lines if line.startswith(("flags", "Feat"))] or lines
+    kind = "\n".join([platform.machine(), *flags[:1]])
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / name / hashlib.sha256(kind.encode()).hexdigest()[:12]
 
