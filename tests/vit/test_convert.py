@@ -175,7 +175,7 @@ def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
     own = evaluate.report_attention(converted[0], tmp_path / "own", images=2, draws=3)
     told, _, first, *_ = own.splitlines()
     assert told.startswith(f"These are errors of new draws. {converted[0] / 'heads.csv'} has")
-    assert first.startswith("| layer | head | attention error |")
+    assert first.startswith("| layer.head | error | uniform | output |")
     for name in ("softmax", "own"):
         for suffix in ("csv", "md", "png"):
             assert (tmp_path / f"{name}.{suffix}").exists()
