@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -131,6 +131,7 @@ def linearize(
     seed: int = 0,
     show: Callable[[str], Any] | None = None,
     exact: Exact | None = None,
+    recipes: Mapping[str, tuple[int, Exact]] | None = None,
     time: str | None = "forward",
 ) -> tuple[Linearized, Report]:
     """Replace exact attention in a function by random-feature attention.
@@ -192,6 +193,9 @@ def linearize(
             prints it to a terminal.
         exact: pairs with exact attention, as in `performer.Features`. A window applies where there
             are as many queries as keys, exact keys in layers without causality, segments and ALiBi.
+        recipes: sizes of each layer by its path in the report: (num_features, exact pairs). They
+            hold whatever error and time, and layers without a recipe stay exact. `report.recipes`
+            of an earlier call has them.
         time: "forward", or "train" for forward and backward pass. None for a function that runs on
             another device: nothing is timed, no layer stays exact for its time, and recipes are
             ordered by a count: two exact keys cost as much as one feature, a window of w as much as
@@ -226,7 +230,7 @@ def linearize(
     """
     given: Any = dict(coupling=coupling, num_features=num_features, calibration=calibration)
     given |= dict(refine_steps=refine_steps, keep=keep, tolerance=tolerance, seed=seed, show=show)
-    options = Options.of(batches, **given, exact=exact, time=time)
+    options = Options.of(batches, **given, exact=exact, recipes=recipes, time=time)
     require_one(measured, where)
     measured = measured or measure(function, batches, where=where)
     layers, places = measured.layers, measured.places

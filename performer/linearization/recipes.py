@@ -3,13 +3,13 @@
 A layer has a ladder of recipes, the fastest first (`timing`), and gets the first whose attention
 error on held-out examples is within the tolerance. Recipes that are not faster than exact attention
 are no steps of it, unless the user gives a tolerance. Sizes that the user gives are a ladder of one
-step; with a tolerance they are its top.
+step, for all layers or (`recipes`) for each; with a tolerance they are its top.
 """
 
 import math
 import sys
 import time as clock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -25,7 +25,7 @@ from performer.analysis import by_cost
 from performer.attention.refusals import check_exact
 from performer.attention.values import NOT_EXACT, Exact, Features
 from performer.linearization.layers import HeadErrors, Layer, Measured, head_errors, mean
-from performer.linearization.report import Report
+from performer.linearization.report import Recipe, Report
 from performer.linearization.timing import CHOICES, MARGIN, Table, Time, table
 from performer.refinement import (
     START,
@@ -62,33 +62,6 @@ HOPELESS = 1.5
 attention are not timed."""
 
 
-class Recipe(NamedTuple):
-    """Sizes of the attention that replaces a layer."""
-
-    num_features: int
-    """0 for the exact pairs alone."""
-    exact: Exact = NOT_EXACT
-
-    def cost(self, is_causal: bool) -> int:
-        """Return the operations of a query in exact keys; a feature costs as much as two.
-
-        The order of recipes for another device: the benchmarks of the repository do not have times
-        of all kinds of exact pairs on each platform, so the count is the same for all.
-        """
-        window, first, keys, rows = self.exact
-        chunks = 2 if is_causal else 3
-        return 2 * self.num_features + chunks * window + first + keys + rows
-
-    def contains(self, other: "Recipe") -> bool:
-        """True if no size is smaller than the other's."""
-        mine, others = ((x.num_features, *x.exact) for x in (self, other))
-        return all(x >= y for x, y in zip(mine, others, strict=True))
-
-    def __str__(self) -> str:
-        """The sizes that are not 0, for example m = 32, Exact(keys=16)."""
-        return f"m = {self.num_features}" + f", {self.exact}" * any(self.exact)
-
-
 @dataclass(frozen=True)
 class Options:
     """Attention that replaces softmax, by the keywords of `performer.linearize`."""
@@ -102,6 +75,8 @@ class Options:
     seed: int = 0
     exact: Exact | None = None
     """None if no number of exact pairs is given."""
+    recipes: Mapping[str, tuple[int, Exact]] | None = None
+    """Sizes of each layer by its path, of those alone that are replaced."""
     time: str | None = "forward"
     """Passes to time, one of `timing.CHOICES`."""
     show: Callable[[str], Any] | None = None
@@ -109,7 +84,7 @@ class Options:
     @property
     def sized(self) -> bool:
         """True if the user gives sizes."""
-        return self.num_features is not None or self.exact is not None
+        return any(x is not None for x in (self.num_features, self.exact, self.recipes))
 
     @property
     def must_be_faster(self) -> bool:
@@ -127,10 +102,16 @@ class Options:
         """True if a layer with this error is replaced; never for NaN, unless sizes are given."""
         return self.limit == math.inf or error <= self.limit
 
-    def recipes(self, layer: Layer) -> list[Recipe]:
+    def wanted(self, layer: Layer) -> tuple[int | None, Exact]:
+        """Return the number of features and the exact pairs that are given for a layer."""
+        if self.recipes is not None:
+            return self.recipes[layer.path]
+        return self.num_features, self.exact or NOT_EXACT
+
+    def ladder(self, layer: Layer) -> list[Recipe]:
         """Return the recipes to try for a layer, in the order of their counts."""
-        h, (t, s), exact = layer.head_dim, layer.lengths, layer.supported(self.exact or NOT_EXACT)
-        most = 2 * h if self.num_features is None else self.num_features
+        h, (t, s), (m, exact) = layer.head_dim, layer.lengths, self.wanted(layer)
+        most, exact = 2 * h if m is None else m, layer.supported(exact)
         if most == 0 and not exact.window:
             raise ValueError(
                 f"{layer.path} has no exact window, for {SQUARE}, and num_features=0 leaves it"
@@ -160,23 +141,23 @@ class Options:
             ValueError: for invalid ones.
         """
         options = cls(**keywords)
-        exact = check_exact(options.exact or NOT_EXACT)
         calibrations.parts(options.calibration, options.coupling)
-        counts: dict[str, int] = dict(refine_steps=options.refine_steps, keep=options.keep)
-        counts |= dict(num_features=options.num_features or 0)
-        for name, count in counts.items():
+        for name, count in (("refine_steps", options.refine_steps), ("keep", options.keep)):
             if count < 0:
                 raise ValueError(f"{name} must not be negative, got {count}")
+        if options.recipes is None:
+            _check_sizes(options.num_features, options.exact or NOT_EXACT)
+        for m, exact in (options.recipes or {}).values():
+            _check_sizes(m, exact)
+        others = options.num_features, options.exact, options.tolerance
+        if options.recipes is not None and any(x is not None for x in others):
+            raise ValueError(
+                "recipes has the sizes of each layer: leave out num_features, exact and tolerance"
+            )
         if options.time not in CHOICES:
             raise ValueError(f"time must be one of {CHOICES}, got {options.time!r}")
         if options.tolerance is not None and not options.tolerance > 0:
             raise ValueError(f"tolerance must be positive, such as 0.1, got {options.tolerance}")
-        if exact.first and not exact.window:
-            raise ValueError(f"{exact} requires a window, as in Exact(window=16, first=1)")
-        if options.num_features == 0 and not exact.window:
-            raise ValueError(
-                "num_features=0 attends to a window alone: it requires exact=Exact(window=...)"
-            )
         if hasattr(batches, "shape"):
             raise ValueError(
                 "batches must be a list of batches, and this is one array of shape"
@@ -188,6 +169,19 @@ class Options:
                 " once: pass a list of them"
             )
         return options
+
+
+def _check_sizes(num_features: int | None, exact: Exact) -> None:
+    """Raise ValueError for sizes that no layer can have."""
+    check_exact(exact)
+    if num_features is not None and num_features < 0:
+        raise ValueError(f"num_features must not be negative, got {num_features}")
+    if exact.first and not exact.window:
+        raise ValueError(f"{exact} requires a window, as in Exact(window=16, first=1)")
+    if num_features == 0 and not exact.window:
+        raise ValueError(
+            "num_features=0 attends to a window alone: it requires exact=Exact(window=...)"
+        )
 
 
 class Drawn(NamedTuple):
@@ -216,7 +210,8 @@ def replacements(
     keys = jax.random.split(jax.random.key(options.seed), len(layers))
     drawn: dict[int, Drawn] = {}
     tables: dict[int, Table] = {}
-    for place in dict.fromkeys(layer.place for layer in layers):
+    places, left = _chosen_places(layers, options.recipes)
+    for place in places:
         numbers = [i for i, layer in enumerate(layers) if layer.place == place]
         if options.time:
             first, named = layers[numbers[0]], measured.places[place]
@@ -260,7 +255,31 @@ def replacements(
         else:
             texts = _remarks(layer, linear, numbers, options, i in new)
             remarks += [(layer.path, text) for text in texts]
-    return new, Report(rows, measured.left, _grouped(remarks), options.limit)
+    return new, Report(rows, measured.left | left, _grouped(remarks), options.limit)
+
+
+def _chosen_places(
+    layers: Sequence[Layer], recipes: Mapping[str, tuple[int, Exact]] | None
+) -> tuple[list[int], dict[str, str]]:
+    """Return the places that have recipes, and path -> why the other layers stay exact.
+
+    Raises:
+        ValueError: for a path that is no layer's, and steps of a scan with several recipes.
+    """
+    by_place: dict[int, list[str]] = {}
+    for layer in layers:
+        by_place.setdefault(layer.place, []).append(layer.path)
+    if recipes is None:
+        return list(by_place), {}
+    paths = [layer.path for layer in layers]
+    unknown = [path for path in recipes if path not in paths]
+    if unknown:
+        raise ValueError(f"recipes has no layer {unknown[0]!r}: choose from {', '.join(paths)}")
+    for scan in by_place.values():
+        if len({recipes.get(path) for path in scan}) > 1:
+            raise ValueError(f"recipes must be the same for all steps of a scan: {', '.join(scan)}")
+    chosen = [place for place, (path, *_) in by_place.items() if path in recipes]
+    return chosen, {path: "it has no recipe" for path in paths if path not in recipes}
 
 
 class _Steps(NamedTuple):
@@ -292,7 +311,7 @@ class _Steps(NamedTuple):
 
     def recipes(self) -> list[Recipe]:
         """The recipes, the fastest first; without times in the order of their counts."""
-        recipes, hopeless, timed = self.options.recipes(self.layer), [], []
+        recipes, hopeless, timed = self.options.ladder(self.layer), [], []
         if self.table is None or (self.options.sized and self.options.tolerance is None):
             return recipes
         start, before = clock.perf_counter(), len(self.table.times)
@@ -443,7 +462,7 @@ def _remarks(
     remarks, error, exact = [], mean(errors), linear.exact
     if not is_new and not options.meets(error):
         remarks.append(f"stays exact: its error is {error:.2g}, the tolerance {options.limit:g}")
-    wanted = options.exact or NOT_EXACT
+    _, wanted = options.wanted(layer)
     for name, number, has, requires in zip(Exact._fields, wanted, exact, REQUIRES, strict=True):
         if number and not has and options.tolerance is None:
             remarks.append(f"has no {Exact(**{name: number})}: {requires}")

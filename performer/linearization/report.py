@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from performer.attention.values import NOT_EXACT, Exact
 from performer.linearization.outputs import Change, Whole
 from performer.linearization.timing import MARGIN
 
@@ -25,6 +26,33 @@ SENSITIVE = (
     "If these are logits, the model is sensitive to its attention and loses more: lower the"
     " tolerance, or refine (refine_steps=300)"
 )
+
+
+class Recipe(NamedTuple):
+    """Sizes of the attention that replaces a layer."""
+
+    num_features: int
+    """0 for the exact pairs alone."""
+    exact: Exact = NOT_EXACT
+
+    def cost(self, is_causal: bool) -> int:
+        """Return the operations of a query in exact keys; a feature costs as much as two.
+
+        The order of recipes for another device: the benchmarks of the repository do not have times
+        of all kinds of exact pairs on each platform, so the count is the same for all.
+        """
+        window, first, keys, rows = self.exact
+        chunks = 2 if is_causal else 3
+        return 2 * self.num_features + chunks * window + first + keys + rows
+
+    def contains(self, other: "Recipe") -> bool:
+        """True if no size is smaller than the other's."""
+        mine, others = ((x.num_features, *x.exact) for x in (self, other))
+        return all(x >= y for x, y in zip(mine, others, strict=True))
+
+    def __str__(self) -> str:
+        """The sizes that are not 0, for example m = 32, Exact(keys=16)."""
+        return f"m = {self.num_features}" + f", {self.exact}" * any(self.exact)
 
 
 @dataclass(frozen=True)
@@ -58,6 +86,15 @@ class Report:
     def worst(self, number: int = 5) -> list[dict[str, Any]]:
         """The replaced heads with the largest attention errors."""
         return sorted(self.linear, key=lambda row: -row["attention error"])[:number]
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """Sizes of the layers that were replaced, by path: `recipes` of another `linearize`."""
+        names = "window", "first", "exact keys", "exact rows"
+        return {
+            row["path"]: Recipe(row["m"], Exact(*(row[name] for name in names)))
+            for row in self.linear
+        }
 
     @property
     def linear(self) -> list[dict[str, Any]]:

@@ -66,8 +66,9 @@ def linearize(
         measured: result of `measure` on this model, to leave out the first passes. Only `measure`
             takes a `where` then.
         options: `coupling`, `num_features`, `calibration`, `refine_steps`, `keep`, `tolerance`,
-            `seed`, `show`, `exact` and `time`, as of `performer.linearize`. Without sizes each
-            layer has the fastest within the tolerance, if it is faster than exact attention.
+            `seed`, `show`, `exact`, `recipes` and `time`, as of `performer.linearize`. Without
+            sizes each layer has the fastest within the tolerance, if it is faster than exact
+            attention.
 
     Returns:
         A new model of the same parameters, in evaluation mode, and the report.

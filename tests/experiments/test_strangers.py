@@ -11,8 +11,7 @@ import performer
 from experiments.strangers import __main__ as command
 from experiments.strangers import couplings, data, models, transformer, windows
 from performer.linearization.outputs import Whole
-from performer.linearization.recipes import Recipe
-from performer.linearization.report import Report
+from performer.linearization.report import Recipe, Report
 from performer.linearization.timing import Time
 
 MODEL = models.MODELS["stories260K"]

@@ -197,6 +197,45 @@ def test_order_keep_and_where():
         linearize(model, BATCHES, keep=-1)
 
 
+def test_sizes_of_each_layer_give_the_structure_again():
+    """A checkpoint of the new model is restored; a layer without a recipe stays exact."""
+    model = Stack()
+    given = {"blocks.2.attention": (4, Exact(keys=2, rows=1)), "blocks.1.attention": (6, Exact())}
+    new, report = linearize(model, BATCHES, recipes=given, seed=1)
+    sizes = [(row["layer"], row["m"], row["exact keys"], row["exact rows"]) for row in report.rows]
+    assert set(sizes) == {(0, 4, 2, 1), (2, 6, 0, 0)}
+    assert report.recipes == given
+    assert report.left == {"blocks.0.attention": "it has no recipe"}
+    assert new.blocks[0].attention.attention_fn is nnx.dot_product_attention
+    again, _ = linearize(model, BATCHES[:1], recipes=report.recipes, time=None)
+    different = again(X[0]) - new(X[0])
+    assert jnp.max(jnp.abs(different)) > 1e-3
+    nnx.update(again, nnx.state(new))
+    np.testing.assert_array_equal(again(X[0]), new(X[0]))
+
+
+def test_recipes_that_do_not_fit_are_errors():
+    refused = partial(linearize, Model(), BATCHES)
+    with pytest.raises(ValueError, match="no layer 'attn': choose from attention"):
+        refused(recipes={"attn": (4, Exact())})
+    with pytest.raises(ValueError, match="num_features must not be negative, got -4"):
+        refused(recipes={"attention": (-4, Exact())})
+    for name, value in dict(num_features=4, exact=Exact(), tolerance=0.1).items():
+        with pytest.raises(ValueError, match="leave out num_features, exact and tolerance"):
+            refused(recipes={}, **{name: value})
+
+    def step(x, _):
+        return x + jax.nn.dot_product_attention(x, x, x), None
+
+    line = f"test_linearize.py:{step.__code__.co_firstlineno + 1}"
+    scanned = partial(jax.lax.scan, step, xs=None, length=2)
+    one, two = (4, Exact()), (6, Exact())
+    with pytest.raises(ValueError, match="recipes must be the same for all steps of a scan"):
+        performer.linearize(
+            scanned, [(X[0][:, :, None],)], recipes={f"{line}[0]": one, f"{line}[1]": two}
+        )
+
+
 @pytest.mark.parametrize("front", [linearize, performer.linearize])
 def test_where_after_the_measurement_is_an_error(front):
     """It was ignored: all measured layers were replaced."""

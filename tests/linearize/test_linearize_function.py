@@ -306,7 +306,7 @@ def test_a_tolerance_chooses_the_cheapest_sizes_of_each_place():
     sizes = [(6, 0), (6, 8), (12, 0), (6, 16), (12, 8), (12, 16), (24, 0), (24, 8), (24, 16)]
     sizes += [(48, 0), (48, 8), (48, 16)]
     (layer,) = performer.measure(attend, batches).layers
-    assert [(m, exact.keys) for m, exact in options.recipes(layer)] == sizes
+    assert [(m, exact.keys) for m, exact in options.ladder(layer)] == sizes
 
 
 @pytest.mark.thorough

@@ -50,7 +50,7 @@ def test_the_first_recipe_within_the_tolerance_is_taken(size, is_causal, toleran
     given = {} if tolerance == TOLERANCE else {"tolerance": tolerance}
     _, report = performer.linearize(function, [], measured=measured, **given)
     ((*sizes, kind),) = chosen(report)
-    ladder = Options().recipes(measured.layers[0])
+    ladder = Options().ladder(measured.layers[0])
     costs = [recipe.cost(is_causal) for recipe in ladder]
     assert costs == sorted(costs)
     assert kind == "linear"

@@ -10,7 +10,7 @@ from performer import Exact
 from performer.linearization import recipes, timing
 from performer.linearization.measure import program_of
 from performer.linearization.program import Alone, named
-from performer.linearization.recipes import Recipe
+from performer.linearization.report import Recipe
 from performer.linearization.timing import Compiled, Table, Time
 from tests.linearize.conftest import Planted
 
