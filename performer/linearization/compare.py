@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from performer.linearization.layout import Size
 from performer.linearization.program import Place
 from performer.linearization.reading import Reading
 
@@ -18,13 +19,13 @@ class Setting(NamedTuple):
     """True if it requires as many queries as keys."""
     roles: tuple[tuple[str, ...], ...]
     """`Layout.roles`."""
-    lengths: tuple[int, int]
+    lengths: tuple[Size, Size]
     """Numbers of queries and keys."""
     scale: Float[np.ndarray, " n"]
     slopes: Float[np.ndarray, " n"] | None
 
 
-def lengths(place: Place) -> tuple[int, int]:
+def lengths(place: Place) -> tuple[Size, Size]:
     """Numbers of queries and keys of a place."""
     sizes = place.layout.sizes
     return sizes[place.layout.time], sizes[place.layout.keys]

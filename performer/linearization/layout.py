@@ -90,7 +90,7 @@ def _regrouped(atoms: list, shape: Sequence[Size], sizes: dict) -> list[Axis] | 
     groups, left = [], list(atoms)
     for length in shape:
         group: Axis = ()
-        while left and math.prod(sizes[atom] for atom in group) < length:
+        while left and math.prod(sizes[atom] for atom in group) != length:
             group = (*group, left.pop(0))
         if math.prod(sizes[atom] for atom in group) != length:
             return None

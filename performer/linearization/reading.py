@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from performer.linearization.factors import Factors, Index, Part, Term, evaluate
@@ -116,9 +117,30 @@ class _Reader:
         return sizes[layout.time], sizes[layout.keys]
 
     @property
+    def fixed(self) -> tuple[int, int]:
+        """Numbers of queries and keys, where what is written in the code is compared.
+
+        Raises:
+            ValueError: if they are symbolic.
+        """
+        for size in self.lengths:
+            if is_symbolic_dim(size):
+                raise ValueError(
+                    f"{self.place.line}: its mask or bias is compared with the measured one at each"
+                    f" length, and the length {size} is symbolic: export a program for each length"
+                )
+        return self.lengths
+
+    @property
+    def is_written(self) -> bool:
+        """True if the code has a mask or bias over pairs, or must have one."""
+        masks = [x for x in self.masks_over_pairs() if not x.part.tree.varies]
+        return bool(masks or self.factors.constants or "causal" in self.kind)
+
+    @property
     def rows(self) -> np.ndarray:
         """The queries at which constants are read."""
-        t = self.lengths[0]
+        t, _ = self.fixed
         even = np.linspace(0, t - 1, min(t, QUERIES)).astype(int)
         return np.unique([*even, min(1, t - 1), max(t - 2, 0)])
 
@@ -213,10 +235,8 @@ class _Reader:
         return any(x.name == "eq" for x in self.factors.pairings)
 
     def keys(self) -> Array:
-        """Keys that exist by masks along the keys, (b, n, 1, s)."""
-        layout = self.place.layout
-        with jax.ensure_compile_time_eval():
-            keys = jnp.ones((1, 1, 1, self.lengths[1]), bool)
+        """Keys that exist by masks along the keys, (b, n, 1, s), or (1, 1, 1, 1) if all do."""
+        layout, keys = self.place.layout, jnp.ones((1, 1, 1, 1), bool)
         for part, when in self.factors.masks:
             if self.factors.over_pairs(part):
                 continue
@@ -239,9 +259,9 @@ class _Reader:
 
     def constants(self, rows: np.ndarray | None) -> Array:
         """Pairs that masks written in the code leave visible, at some queries."""
-        count = self.lengths[0] if rows is None else len(rows)
+        t, s = self.fixed
         with jax.ensure_compile_time_eval():
-            visible = jnp.ones((1, 1, count, self.lengths[1]), bool)
+            visible = jnp.ones((1, 1, t if rows is None else len(rows), s), bool)
             for part, when in self.masks_over_pairs():
                 if not part.tree.varies:
                     visible = visible & (self.at(part, rows).astype(bool) == when)
@@ -253,7 +273,10 @@ class _Reader:
 
     def constant_keys(self) -> Array:
         """Keys of masks that are written in the code, (b, 1, 1, s), compared at some queries."""
-        t, s = self.lengths
+        if not self.is_written:
+            self.agrees["mask"] = True
+            return jnp.ones((1, 1, 1, 1), bool)
+        t, s = self.fixed
         ordered = any(x.name == "ge" for x in self.factors.pairings)
         with jax.ensure_compile_time_eval():
             visible = self.constants(self.rows)
@@ -355,6 +378,9 @@ class _Reader:
 
     def slopes(self, slopes: np.ndarray | None) -> Array | None:
         """Slopes that arguments have a part in; compares those written in the code."""
+        if not (self.is_written or np.any(slopes)):
+            self.agrees["bias"] = True
+            return None
         distance = np.abs(self.rows[:, None] - np.arange(self.lengths[1])[None])
         with jax.ensure_compile_time_eval():
             visible = self.constants(self.rows)

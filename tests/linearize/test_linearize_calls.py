@@ -568,6 +568,32 @@ def test_a_symbolic_batch_size():
         agree(exported.call, causal, normal(b, b, 6, 8))
 
 
+def padded(x, lengths):
+    return attend((jnp.arange(x.shape[1]) < lengths[:, None])[:, None], x)
+
+
+def by_jax(x, lengths):
+    x = x[:, :, None]
+    return jax.nn.dot_product_attention(x, x, x, key_value_seq_lengths=lengths)[:, :, 0]
+
+
+@pytest.mark.parametrize("function", [padded, by_jax])
+def test_symbolic_lengths(function):
+    """One program for all lengths, where no mask is written in the code."""
+    new = replaced(function, [normal(0, 2, 6, 8), jnp.array([6, 4])], num_features=4)
+    b, t = jax.export.symbolic_shape("b, t")
+    shapes = jax.ShapeDtypeStruct((b, t, 8), jnp.float32), jax.ShapeDtypeStruct((b,), jnp.int32)
+    exported = jax.export.export(jax.jit(new))(*shapes)
+    agree(exported.call, new, normal(1, 3, 9, 8), jnp.array([9, 5, 7]))
+
+
+def test_a_mask_in_the_code_at_a_symbolic_length_is_an_error():
+    program = jax.export.export(jax.jit(replaced(causal, [normal(0, 2, 6, 8)], num_features=4)))
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("2, t, 8"), jnp.float32)
+    with pytest.raises(ValueError, match="the length t is symbolic: export a program for each"):
+        program(shape)
+
+
 def test_without_jit_and_with_checks_of_leaks():
     new, x = replaced(causal, [normal(0, 2, 6, 8)], **EXACT), normal(1, 2, 6, 8)
     with jax.checking_leaks():
