@@ -153,15 +153,18 @@ def evaluated_pixels(image: Any, data: config.Data, channels: int) -> np.ndarray
     Raises:
         OSError, SyntaxError, ...: as PIL, if the bytes are no image or a truncated one.
     """
+    size = data.image_size
+    if np.shape(image) == (size, size, channels) and data.eval_resize in (0, size):
+        return image
 
     def center(width: int, height: int) -> augment.Box:
-        share = data.image_size / (data.eval_resize or data.image_size)
+        share = size / (data.eval_resize or size)
         sides = (width, height) if data.eval_crop == "squash" else (min(width, height),) * 2
         w, h = (share * side for side in sides)
         left, top = (width - w) / 2, (height - h) / 2
         return left, top, left + w, top + h
 
-    return _pixels(image, data.image_size, channels, center, Image.Resampling.BICUBIC)
+    return _pixels(image, size, channels, center, Image.Resampling.BICUBIC)
 
 
 def _pixels(

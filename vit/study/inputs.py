@@ -35,7 +35,7 @@ def anisotropic(squared_norm: float, seed: int, tokens: int = 0) -> tuple[jax.Ar
 
 
 def clustered(squared_norm: float, seed: int, tokens: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Return rows in ten clusters that queries and keys share; the keys have a mean besides."""
+    """Return queries and keys around the same ten centres; the keys also have a common mean."""
     rng = np.random.default_rng(seed)
     centres, common = rng.normal(size=(10, HEAD_DIM)), rng.normal(size=HEAD_DIM)
     labels = rng.integers(10, size=(2, tokens or TOKENS))
