@@ -306,6 +306,8 @@ class Factors:
     """Arguments with a number for each pair."""
     units: list[Part] = field(default_factory=list)
     """Arrays that must be 0 or 1."""
+    zeros: list[Part] = field(default_factory=list)
+    """Factors 0 and 1 over pairs, written in the code: those of 0 must be masked also (GPT-2)."""
     positive: list[Part] = field(default_factory=list)
     """Scales of scores that are masked already."""
 
@@ -349,7 +351,10 @@ class Factors:
                 self._scale(name, each)
             return
         if part is not None and self.over_pairs(part):
-            raise Unfit("its scale differs between pairs of a query and a key")
+            if name != "mul" or part.tree.varies or not np.isin(self.constant(part), (0, 1)).all():
+                raise Unfit("its scale differs between pairs of a query and a key")
+            self.zeros.append(part)
+            return
         entry: Factor = (name, part)
         if part is not None and self.masks and part.tree.varies:
             self.positive.append(part)

@@ -135,7 +135,7 @@ class _Reader:
     def is_written(self) -> bool:
         """True if the code has a mask or bias over pairs, or must have one."""
         masks = [x for x in self.masks_over_pairs() if not x.part.tree.varies]
-        return bool(masks or self.factors.constants or "causal" in self.kind)
+        return bool(masks or self.factors.constants or self.factors.zeros or "causal" in self.kind)
 
     @property
     def rows(self) -> np.ndarray:
@@ -289,6 +289,8 @@ class _Reader:
                 expected = keys[:, None] & causal[None]
             same = (one == expected) | ~jnp.any(one, axis=-1, keepdims=True)
             agrees = jnp.all(same) & jnp.all(visible == visible[:, :1])
+            for part in self.factors.zeros:
+                agrees &= ~jnp.any(visible & (self.at(part, self.rows) == 0))
             self.agrees["mask"] = bool(agrees) and ("causal" not in self.kind or t == s)
         return keys[:, None, None]
 

@@ -202,11 +202,19 @@ def padded_local(x, exists):
     return attend(tri(x) & ~tri(x, -16) & exists[:, None], x)
 
 
+def near_scores(x):
+    """Scores of far keys become 0 instead of masked; up to 16 tokens none is far."""
+    i = jnp.arange(x.shape[1])
+    near = (jnp.abs(i[:, None] - i) < 16).astype(x.dtype)
+    scores = jnp.einsum("bth,bsh->bts", x, x) * 0.3 * near
+    return jnp.einsum("bts,bsh->bth", jax.nn.softmax(scores), x)
+
+
 def local_in_a_scan(x):
     return jax.lax.scan(lambda x, _: (local(x), None), x, length=2)[0]
 
 
-CONSTANTS = [local, clipped, logarithmic, prefix, local_of_jax, local_in_a_scan]
+CONSTANTS = [local, clipped, logarithmic, near_scores, prefix, local_of_jax, local_in_a_scan]
 
 
 @pytest.mark.parametrize("measured", tiers([12, 16], 1))

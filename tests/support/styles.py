@@ -306,12 +306,24 @@ def picogpt(q, k, v):
     return jnp.concatenate(heads, axis=-1)
 
 
-@exact("its scale differs between pairs")
+@read
 def gpt2_by_products(q, k, v):
     """GPT-2: scores times the mask, and -1e10 where it is 0."""
     mask = jnp.tri(T)
     w = scores(q, k)
     return output(jax.nn.softmax(w * mask - 1e10 * (1 - mask)), v)
+
+
+@exact("is not what it computes", measured=True)
+def zeros_that_are_seen(q, k, v):
+    """GPT-2 without the bias: scores of later keys are 0, and their weights are not."""
+    return output(jax.nn.softmax(scores(q, k) * jnp.tri(T)), v)
+
+
+@exact("its scale differs between pairs")
+def decayed_by_distance(q, k, v):
+    """Scores times a number of each distance."""
+    return output(jax.nn.softmax(scores(q, k) * jnp.exp(-distance(T) / 8)), v)
 
 
 @read
