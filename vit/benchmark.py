@@ -105,6 +105,8 @@ def main(
     patches: Sequence[int] = (16, 8, 4),
     data: Path = Path("data"),
     runs: Sequence[str] = (),
+    images: int = 0,
+    repeats: int = 20,
     out: Path = Path("results/benchmark"),
 ) -> None:
     """Print the tables.
@@ -119,8 +121,9 @@ def main(
             command goes on.
         patches: pixels of a patch of the ViT; 224 / patch squared plus one are its tokens.
         data: folder of prepared photographs.
-        runs: with converted, folders of runs; the first of each number of pixels has softmax
-            attention.
+        runs: with converted, folders of runs; the first of each size has softmax attention.
+        images: with converted, pictures that are evaluated, 0 for all.
+        repeats: with converted, timed passes of each run.
     """
     print(timing.hardware() + "\n")
     if quick and part != "couplings":
@@ -136,7 +139,7 @@ def main(
     elif part == "photographs":
         photographs.measure(data, out, minutes, quick)
     elif part == "converted":
-        converted.measure(runs, out / "converted")
+        converted.measure(runs, out / "converted", images, repeats=repeats)
     elif part == "attention":
         attention_tables(quick, out)
     else:

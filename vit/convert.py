@@ -27,8 +27,8 @@ features of far keys are learned also, and the way with the lower error on held-
 patches are in the order of a Z-order curve: a square of 16 and both neighbours are exact for each
 other, and class token and registers for all. The window alone is a row of the table. With
 --exact_keys=16 --exact_rows=1 the 16 keys with the largest weights are exact for all queries, and
-all keys for the class token. With --tolerance=0.1 layers of a larger attention error stay exact, all
-others are replaced, also where that is no faster, and sizes that are given are upper limits.
+all keys for the class token. With --tolerance=0.1 layers of a larger attention error stay exact.
+All others are replaced, also where that is no faster, and sizes that are given are upper limits.
 --time=none is for a run that is used on another device: nothing is timed.
 
 --task=MODULE converts a run of another task than images. Its loss is reported if it has no

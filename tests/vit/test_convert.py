@@ -234,5 +234,11 @@ def test_a_run_and_its_conversion_on_the_same_pictures(converted, softmax_run, t
     np.testing.assert_allclose(rows[2]["difference"], (won - lost) / n, rtol=1e-5)
     error = (lost + won - (won - lost) ** 2 / n) ** 0.5 / n
     np.testing.assert_allclose(rows[2]["difference ±"], error, rtol=1e-2)  # n, not n - 1
+    speed.measure([str(x) for x in folders[::2]], tmp_path, images=9, batch_size=2, repeats=1)
+    rows = harness.read(tmp_path / "converted.csv")
+    assert [row["pictures"] for row in rows] == [9, 9]
+    for row, hit in zip(rows, hits, strict=True):
+        np.testing.assert_allclose(row["accuracy"], np.mean(hit[:9]), rtol=1e-5)
+        assert row["training, MiB"] > row["forward, MiB"]
     with pytest.raises(ValueError, match="give softmax first"):
         speed.measure([str(converted[0])], tmp_path)

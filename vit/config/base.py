@@ -106,7 +106,7 @@ class Optimizer:
         0.1, "Linear warm-up from 0: its share of the run if below 1, else its steps.", 0, LARGEST
     )
     constant_steps: float = number(
-        0.0, "Peak rate after the warm-up: its share of the run if below 1, else its steps.", 0, LARGEST
+        0.0, "Peak rate after it: its share of the run if below 1, else its steps.", 0, LARGEST
     )
     weight_decay: float = number(
         1e-4,

@@ -3,10 +3,11 @@
     performer-vit benchmark converted --runs=runs/softmax,runs/converted
 
 Parameters do not depend on the attention: a run may be evaluated, converted (`vit.convert`) and
-fine-tuned at any resolution. Each run is evaluated on all pictures of its split. The difference
-from the softmax run of the same size is paired, picture by picture. Its standard error is the error
-of a mean of differences -1, 0, 1, as in McNemar's test. Then the forward passes of `batch_size`
-pictures take turns, size by size; the best of 20 counts.
+fine-tuned at any resolution. Each run is evaluated on the pictures of its split, all or the first
+`images`. The difference from the softmax run of the same size is paired, picture by picture. Its
+standard error is the error of a mean of differences -1, 0, 1, as in McNemar's test. Then the
+forward passes of `batch_size` pictures take turns, size by size, and passes with all gradients
+(training); the best of `repeats` counts.
 
     converted.csv    pixels, tokens, attention, accuracy, difference, milliseconds and memory
 """
@@ -14,6 +15,7 @@ pictures take turns, size by size; the best of 20 counts.
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,13 @@ def by_speed(rows: list[Row]) -> list[Row]:
     kept = [
         row for row in rows if row["attention"] == "softmax" or "exact_keys" in row["attention"]
     ]
-    return sorted(kept, key=lambda row: (row["tokens"], row["times as fast"]))
+    return sorted(kept, key=lambda row: (row["tokens"], row["forward, times as fast"]))
 
 
 FIGURES: harness.Figures = {
     "converted": dict(
         change=by_speed,
-        x="times as fast",
+        x="forward, times as fast",
         y="difference",
         line="{tokens} tokens",
         xlabel="forward pass, times as fast as softmax attention",
@@ -49,14 +51,15 @@ FIGURES: harness.Figures = {
 }
 
 
-def correct(run: run_folders.Restored) -> np.ndarray:
-    """Return 1 for each picture of the split whose class is right, else 0."""
+def correct(run: run_folders.Restored, images: int = 0) -> np.ndarray:
+    """Return 1 for each of the first pictures of the split whose class is right, else 0."""
     graph, state = nnx.split(run.model())
     classes, hits = jax.jit(partial(predicted, graph)), []
-    for batch in run.eval_batches():
+    batches = -(-images // run.config.data.batch_size) or None
+    for batch in islice(run.eval_batches(), batches):
         right = np.asarray(classes(state, batch["image"]) == batch["label"])
         hits.append(right[np.asarray(batch["mask"]) > 0])
-    return np.concatenate(hits).astype(float)
+    return np.concatenate(hits).astype(float)[: images or None]
 
 
 def attention(config: configs.Config) -> str:
@@ -79,26 +82,40 @@ def predicted(graph: Any, state: Any, pixels: Any) -> Any:
     return jnp.argmax(forward(graph, state, pixels), axis=-1)
 
 
+def gradients(graph: Any, state: Any, pixels: Any) -> Any:
+    """Return the derivatives of a sum of squared logits by all parameters."""
+    parameters, others = state.split(nnx.Param, ...)
+
+    def total(parameters: Any) -> Any:
+        return jnp.sum(forward(graph, nnx.merge_state(parameters, others), pixels) ** 2)
+
+    return jax.grad(total)(parameters)
+
+
+PASSES = {"forward": forward, "training": gradients}
+
+
 def timed(runs: Sequence[run_folders.Restored], batch_size: int, repeats: int) -> list[Row]:
-    """Return milliseconds and memory of a forward pass, the runs in turn."""
-    programs = []
-    for run in runs:
-        pixels = next(run.eval_batches())["image"][:batch_size].astype(jnp.float32)
-        graph, state = nnx.split(run.model())
-        programs.append(timing.compiled(partial(forward, graph), state, pixels))
-    best = timing.race({str(i): x.call for i, x in enumerate(programs)}, repeats)
-    first, *_ = seconds = [best[str(i)].wall for i in range(len(programs))]
-    return [
-        {"forward, ms": 1e3 * x, "times as fast": first / x}
-        | {"memory, MiB": program.temporary_bytes / 2**20}
-        for x, program in zip(seconds, programs, strict=True)
-    ]
+    """Return milliseconds and memory of the passes, the runs in turn."""
+    rows: list[Row] = [{} for _ in runs]
+    for name, function in PASSES.items():
+        programs = []
+        for run in runs:
+            pixels = next(run.eval_batches())["image"][:batch_size].astype(jnp.float32)
+            graph, state = nnx.split(run.model())
+            programs.append(timing.compiled(partial(function, graph), state, pixels))
+        best = timing.race({str(i): x.call for i, x in enumerate(programs)}, repeats)
+        for i, (row, program) in enumerate(zip(rows, programs, strict=True)):
+            row[f"{name}, ms"] = 1e3 * best[str(i)].wall
+            row[f"{name}, times as fast"] = best["0"].wall / best[str(i)].wall
+            row[f"{name}, MiB"] = program.temporary_bytes / 2**20
+    return rows
 
 
-def compared(folders: Sequence[Path], batch_size: int, repeats: int) -> list[Row]:
-    """Return the rows of runs of one number of pixels, the first of which has softmax attention."""
+def compared(folders: Sequence[Path], images: int, batch_size: int, repeats: int) -> list[Row]:
+    """Return the rows of runs of one size, the first of which has softmax attention."""
     restored = [run_folders.restore(folder) for folder in folders]
-    hits = list(map(correct, restored))
+    hits = [correct(run, images) for run in restored]
     times, rows = timed(restored, batch_size, repeats), []
     for folder, run, hit, costs in zip(folders, restored, hits, times, strict=True):
         config, (accuracy, error) = run.config, statistics.mean_and_error(hit)
@@ -111,13 +128,16 @@ def compared(folders: Sequence[Path], batch_size: int, repeats: int) -> list[Row
     return rows
 
 
-def measure(runs: Sequence[str], out: Path, batch_size: int = 8, repeats: int = 20) -> None:
+def measure(
+    runs: Sequence[str], out: Path, images: int = 0, batch_size: int = 8, repeats: int = 20
+) -> None:
     """Print the table and write it.
 
     Args:
-        runs: folders of runs. The first of each number of pixels has softmax attention; those
-            after it are compared with it.
+        runs: folders of runs. The first of each size, in pixels and patches, has softmax attention;
+            those after it are compared with it.
         out: folder of the table.
+        images: pictures that are evaluated, 0 for all.
         batch_size: pictures of a timed forward pass.
         repeats: forward passes of each run, in turn.
 
@@ -126,12 +146,13 @@ def measure(runs: Sequence[str], out: Path, batch_size: int = 8, repeats: int = 
     """
     if not runs:
         raise ValueError("--runs is empty: give folders of runs, the softmax run first")
-    groups: dict[int, list[Path]] = {}
+    groups: dict[tuple[int, int], list[Path]] = {}
     for folder in map(Path, runs):
         config = configs.of_run(folder)
-        group = groups.setdefault(config.data.image_size, [])
+        group = groups.setdefault((config.data.image_size, config.model.patch_size), [])
         if not group and config.attention.kind != "softmax":
             raise ValueError(f"{folder} is the first run of its size: give softmax first")
         group.append(folder)
-    rows = [row for group in groups.values() for row in compared(group, batch_size, repeats)]
+    sizes = images, batch_size, repeats
+    rows = [row for group in groups.values() for row in compared(group, *sizes)]
     harness.show(rows, out / "converted", FIGURES, text=timing.hardware())
