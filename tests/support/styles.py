@@ -31,6 +31,7 @@ MIX = np.eye(N, dtype=np.float32) + 0.1
 POSITIONS = np.sin(np.arange(2 * T * H, dtype=np.float32)).reshape(2 * T, H)
 BETA, POSITION, LENGTHS = np.float32(0.4), np.int32(7), np.array([12, 7], np.int32)
 MEDIA = np.minimum(np.arange(T) // 4, 2)[None].repeat(B, 0)
+PACKED = np.arange(T)[None].repeat(B, 0) // 5
 STARTS = (np.arange(T) >= 5)[None].repeat(B, 0)
 LARGE = -1e30
 
@@ -531,6 +532,24 @@ def gpt_oss_sinks(q, k, v, sinks=SLOPES):
     sink = jnp.broadcast_to(sinks[None, :, None, None], (B, N, T, 1))
     weights = jax.nn.softmax(jnp.concatenate([s, sink], axis=-1), axis=-1)[..., :-1]
     return output(weights, v)
+
+
+@read
+def sinks_with_slopes(q, k, v, sinks=SLOPES):
+    """Learned sinks beside ALiBi: the bias is of the keys alone."""
+    bias = -SLOPES[:, None, None] * distance(T)
+    s = jnp.where(tri(T), scores(q, k) + bias, -jnp.inf)
+    sink = jnp.broadcast_to(sinks[None, :, None, None], (B, N, T, 1))
+    return output(jax.nn.softmax(jnp.concatenate([s, sink], axis=-1))[..., :T], v)
+
+
+@read
+def sinks_of_packed_sequences(q, k, v, sinks=SLOPES, segments=PACKED):
+    """Learned sinks in packed sequences."""
+    same = segments[:, None, :, None] == segments[:, None, None]
+    s = jnp.where(same & tri(T), scores(q, k), -1e30)
+    sink = jnp.broadcast_to(sinks[None, :, None, None], (B, N, T, 1))
+    return output(jax.nn.softmax(jnp.concatenate([s, sink], axis=-1))[..., :T], v)
 
 
 @read
