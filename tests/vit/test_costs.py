@@ -52,6 +52,21 @@ def test_operations_are_those_that_xla_counts(kind, options):
     assert ours < 1.02 * counted
 
 
+def test_operations_of_features_by_hand():
+    """17 tokens of width 64: features and sums of queries and of keys, each 2 n m w, by layer."""
+
+    def operations(**attention):
+        model = config.Model("XS/2", depth=3, width=64, num_heads=2, pooling="token")
+        settings = small_config(model=model, attention=config.Attention(**attention))
+        return classification.forward_flops(settings, num_classes=10, channels=1)
+
+    exact, few, many = (operations(kind="softmax"), *(operations(num_features=m) for m in (8, 24)))
+    assert many - few == 3 * 4 * 2 * 17 * 16 * 64
+    assert exact - few == 3 * (2 * 2 * 17 * 17 * 64 - 4 * 2 * 17 * 8 * 64)
+    near = operations(num_features=8, exact_keys=4) - few
+    assert near == 3 * 2 * 2 * 17 * 4 * 64
+
+
 @pytest.mark.parametrize("name", ["public", "public, causal"])
 def test_the_published_baseline_is_the_published_estimate(name):
     """Values against float64, gradients against differences: the benchmark times what it names."""

@@ -59,6 +59,16 @@ def test_what_a_device_has_decides(plan):
     assert f"{32 / bound:,.0f} images per second, bounded by memory traffic" in dry_run.text(exact)
 
 
+def test_the_roof_is_that_of_all_devices():
+    """Three forward passes of 4 operations for 32 examples, on 1 and on 8 devices of 6 a second."""
+    step = {"memory": {"in all": 0}, "operations": 1.0, "bytes": 0.0}
+    for number, seconds in ((1, 64.0), (8, 8.0)):
+        plan = {"model_operations": 4.0, "batch_size": 32, "num_devices": number}
+        plan |= {"train": step, "evaluate": step}
+        roof = dry_run.limits(plan, devices.Peak(6.0, 1.0, 1.0))["roof"]
+        assert roof["operations"] == seconds
+
+
 @pytest.mark.thorough
 def test_a_batch_in_parts_costs_as_much_as_whole(plan):
     """XLA counts the inside of a loop once."""
