@@ -37,7 +37,6 @@ from performer.graphs import (
     masked_attention,
     matching,
     pagerank,
-    tasks,
     walks,
 )
 from performer.graphs import couplings as walk_couplings
@@ -235,8 +234,6 @@ def of_graphs():
         (call(graph_theory.recommend, edge, diffusion, 0.0), "tolerance must be positive, got 0"),
         (call(graph_theory.recommend, edge, diffusion, 1e-9), "do not reach an error of 1e-09"),
         (call(graph_theory.pagerank_variance, example(), num_walks=2, p_halt=0.5), "teleports"),
-        (call(tasks.diffuse, jnp.eye(3), ones(3), 0), "num_times must be a positive integer"),
-        (call(raw(tasks.clustering_error), np.zeros(3), np.zeros(4)), "must have the same shape"),
         (call(posterior, [0], [1], ones(1), 0.0), "noise_scale must be positive"),
         (call(posterior, [0, 9], [0], ones(2), 1.0), "observed must be nodes from 0 to 8, got 9"),
         (call(posterior, [0.0], [0], ones(1), 1.0), r"whole numbers \(n,\), got float32"),
