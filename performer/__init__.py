@@ -18,7 +18,6 @@ Frequencies and features
 
 couplings   joint laws of the frequencies, by name: `couplings.get("pm")`
 norms, directions     the two parts of a coupling
-copula      couplings of the lengths, learned by gradient
 features    feature maps whose dot products estimate a kernel
 theory      errors of kernel estimates by coupling, in closed form
 testing     assertions about attention functions and couplings of your own
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from performer import attention as attention
     from performer import butterfly as butterfly
     from performer import calibration as calibration
-    from performer import copula as copula
     from performer import couplings as couplings
     from performer import directions as directions
     from performer import features as features
@@ -79,7 +77,6 @@ MODULES = (
     "attention",
     "butterfly",
     "calibration",
-    "copula",
     "couplings",
     "directions",
     "features",

@@ -114,7 +114,6 @@ NEEDED = {
     "performer.butterfly": lambda normal: {"x": normal(3, 784)},
     "performer.structured": lambda normal: {"x": normal(3, 1024)},
     "performer.kernels": lambda normal: {"x": _circle(), "m": 8, "d": 2},
-    "performer.copula": lambda normal: {"x": normal(20, 2) / 2, "d": 2},
     "performer.quadrature": lambda normal: {"x": normal(5, 4), "d": 4},
     "performer.gp": lambda normal: ({"x": _circle(), "new": _circle() / 2, "y": jnp.arange(9.0)}),
     "performer.graphs.attention": lambda normal: {
