@@ -64,6 +64,7 @@ def grouped(rows: dict[str, str]) -> str:
 
 GRAPHS = sorted(path.stem for path in (ROOT / "performer" / "graphs").glob("[!_]*.py"))
 PARTS = {
+    "performer.couplings": ["performer.structured"],
     "performer.graphs": [f"performer.graphs.{name}" for name in GRAPHS if name != "graph"],
     "vit": ["vit.use", "vit.task"],
 }

@@ -111,7 +111,6 @@ def _ring_kernel():
 
 
 NEEDED = {
-    "performer.butterfly": lambda normal: {"x": normal(3, 784)},
     "performer.structured": lambda normal: {"x": normal(3, 1024)},
     "performer.kernels": lambda normal: {"x": _circle(), "m": 8, "d": 2},
     "performer.quadrature": lambda normal: {"x": normal(5, 4), "d": 4},

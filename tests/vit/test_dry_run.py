@@ -115,13 +115,15 @@ def test_a_run_is_compiled_for_tpus(topology, kind, tmp_path, monkeypatch):
     assert float(re.search(r"all-reduce: \d+, ([0-9.]+) MiB", out)[1]) > 4 * 200_000 / 2**20
 
 
-WARMUP = {"imagenet": 10_000, "imagenet_scenic": 10_000, "imagenet_simrf": 10_000}
-WARMUP |= {"vit_s16_imagenet": 10_000, "inaturalist2021": 10_000, "places365": 10_000}
+WARMUP = {"imagenet": 10_000, "imagenet_scenic": 10_000, "simrf": 10_000}
+WARMUP |= {"vit_s16_imagenet": 10_000, "simrf:inaturalist2021": 10_000}
+WARMUP |= {"simrf:places365": 10_000}
 
 
 def test_bundled_configs_warm_up_as_published_and_train_for_any_number_of_epochs():
     """The warm-up is a share of the run; `--config.num_epochs=1` was refused by ten of eleven."""
     names = [path.stem for path in config.BUNDLED.glob("[a-z]*.py") if path.stem != "my_images"]
+    assert {*WARMUP} <= {*(names := [*names, *(x for x in WARMUP if ":" in x)])}
     for name in names:
         settings = config.bundled(name)
         dataset = dry_run.sized(settings) or data.load(settings.data)
