@@ -36,7 +36,7 @@ its "100K test set" of ImageNet is not ILSVRC2012's: the accuracies here are tho
 splits, of 36,500, 100,000 and 50,000 images.
 
 Machine: 8 devices with 80 GB, in four parts of 128 images a device: compiled for h100:8 and
-counted, not run, the step takes 12.2 to 12.4 GiB on each (docs/howto/imagenet.md). TPU v5e:4x4,
+counted, not run, the step takes 12.2 to 12.4 GiB on each (docs/howto/large-runs.md). TPU v5e:4x4,
 sixteen devices with 16 GB, is too small for four parts: the compiler asks for 19.3 GB for those of
 `imagenet_scenic`, which has the same shapes; with `--config.optim.accumulate=8` it takes 14.3 GiB.
 On Fashion-MNIST a step is 434 TFLOP, the run 1.8 EFLOP: a quarter of an hour on eight H100s at 30%
