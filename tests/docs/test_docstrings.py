@@ -45,7 +45,8 @@ COSTLY = (
     ),
     *("spherical_radial", "transfer", "PerformerAttention", "performer_attention"),
     *("masked_attention", "random_features", "random_butterfly", "Blocks"),
-    "performer_attention_fn",
+    *("performer_attention_fn", "refined", "assert_attention_matches"),
+    "assert_attention_consistent",
 )
 """Examples that cost more than a second."""
 
