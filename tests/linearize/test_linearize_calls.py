@@ -568,6 +568,7 @@ def test_a_symbolic_batch_size():
         agree(exported.call, causal, normal(b, b, 6, 8))
 
 
+@pytest.mark.thorough
 def test_without_jit_and_with_checks_of_leaks():
     new, x = replaced(causal, [normal(0, 2, 6, 8)], **EXACT), normal(1, 2, 6, 8)
     with jax.checking_leaks():
