@@ -64,6 +64,7 @@ def grouped(rows: dict[str, str]) -> str:
 
 GRAPHS = sorted(path.stem for path in (ROOT / "performer" / "graphs").glob("[!_]*.py"))
 PARTS = {
+    "performer.couplings": ["performer.structured"],
     "performer.graphs": [f"performer.graphs.{name}" for name in GRAPHS if name != "graph"],
     "vit": ["vit.use", "vit.task"],
 }
@@ -139,47 +140,12 @@ def notebooks(docs: Path) -> None:
             put(path, nbformat.writes(notebook))
 
 
-SEARCH = {
-    "faq": "RoPE, rotary positions, BERT, GPT-2, Gemma, cross attention, attention matrix, NaN,"
-    " dropout, Windows, macOS, slow first call, compilation time",
-    "index": "citation, cite, BibTeX",
-    "howto/language-model": "linear attention in my language model, GPT, decoder, LLM",
-    "howto/train-on-many-devices": "multi GPU, several GPUs, distributed, sharding, hosts",
-    "howto/convert": "convert a trained model, convert a ViT, refinement",
-    "howto/export": "export, ONNX, StableHLO, serve",
-    "howto/fine-tune": "fine-tune, train longer, transfer learning",
-    "howto/imagenet": "ImageNet, ILSVRC, bucket",
-    "howto/linearize": "convert a trained model, convert a model, Equinox, Haiku, linen,"
-    " Hugging Face, pretrained model",
-    "howto/preemption": "resume, checkpoint, preemption, Slurm, requeue",
-    "howto/published-weights": "pretrained weights, timm, DINOv2, SigLIP, DeiT, Hugging Face Hub,"
-    " download weights",
-    "howto/train-on-images": "train on my images, own images, image folder, custom data",
-    "howto/use-a-run": "predict, inference with a ViT, vit.load, vit.fit",
-    "install": "installation, pip, GPU, TPU, CUDA",
-    "learn/attention": "softmax attention, linear attention, FAVOR+, mask, padding",
-    "learn/calibrate": "calibrate, calibration, tilt",
-    "learn/causal": "causal, decoding, streaming, ALiBi, decay, relative positions, exact window,"
-    " packed",
-    "learn/exact": "heavy keys, exact keys, class token, Scatterbrain, HyperAttention",
-    "learn/couplings": "which coupling, how many features, number of features, redraw",
-    "learn/gp": "Gaussian process, kernel ridge regression",
-    "learn/graphs": "graph, graph kernel, random walks",
-    "why/attention": "epsilon, overflow, stabiliser",
-    "why/faster": "flash attention, FlashAttention, speed, break-even, 512 tokens",
-}
-"""Queries of which the site's search shows the page first."""
-
-
 def extend(app, docname: str, content: list[str]) -> None:
-    """Handle `source-read`: below the title, a link to the notebook of the page and its queries."""
+    """Handle `source-read`: below the title, a link to the notebook of the page."""
     added = ""
     if (Path(app.srcdir) / NOTEBOOKS / f"{docname}.ipynb").exists():
         path = f"{'../' * docname.count('/')}{NOTEBOOKS}/{docname}.ipynb"
         added += f"\n{{download}}`Download as a notebook <{path}>`\n"
-    if docname in SEARCH:
-        entries = ", ".join(f"! {entry}" for entry in SEARCH[docname].split(", "))
-        added += f"\n```{{index}} {entries}\n```\n"
     content[0] = re.sub(r"(?m)^# .*\n", lambda title: title[0] + added, content[0], count=1)
     # A number in a table stays in one line with its error.
     content[0] = re.sub(

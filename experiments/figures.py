@@ -11,10 +11,9 @@ import json
 from pathlib import Path
 
 from experiments.graphs import scale
-from vit import compare
 from vit.speed import attention, lengths, vit
 from vit.speed import converted as conversions
-from vit.study import harness, launch
+from vit.study import comparison, harness, launch
 from vit.study.statistics import mean_and_error
 
 RESULTS = Path(__file__).parent / "results"
@@ -59,6 +58,18 @@ def kept(rows: list[harness.Row]) -> list[harness.Row]:
     return shares
 
 
+def in_texts(rows: list[harness.Row]) -> list[harness.Row]:
+    """Return the rows of a comparison of an earlier version, whose intervals are texts."""
+    new = []
+    for row in rows:
+        if row["difference to baseline"] != "baseline":
+            low, high = map(float, row["95% interval"].split(" to "))
+            dots = enumerate(map(float, row["of seeds"].split()))
+            new.append(row | {"difference": row["difference to baseline"], "95%": (high - low) / 2})
+            new[-1] |= {f"{comparison.DOT}{seed}": x for seed, x in dots}
+    return new
+
+
 def over_seeds(rows: list[harness.Row]) -> list[harness.Row]:
     """Means over the seeds of each attention at each epoch, with standard errors."""
     means = []
@@ -83,7 +94,7 @@ OWN: dict[str, harness.Row] = {
     "benchmark/attention/crossover": attention.FIGURES["crossover"],
     "benchmark/gpu/lengths_gpu": lengths.FIGURE,
     "benchmark/vit/vit": vit.FIGURES["vit"],
-    "compare/fashion_197/results": compare.FIGURES["results"],
+    "compare/fashion_197/results": comparison.FIGURES["results"] | {"change": in_texts},
     "convert/cost/cost": dict(
         tables=[f"{model}_{pairs}" for model in MODELS for pairs in EXACT],
         change=kept,

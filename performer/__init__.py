@@ -18,7 +18,6 @@ Frequencies and features
 
 couplings   joint laws of the frequencies, by name: `couplings.get("pm")`
 norms, directions     the two parts of a coupling
-copula      couplings of the lengths, learned by gradient
 features    feature maps whose dot products estimate a kernel
 theory      errors of kernel estimates by coupling, in closed form
 testing     assertions about attention functions and couplings of your own
@@ -28,7 +27,6 @@ Kernel methods and graphs
 kernels     exact kernels with their features
 gp          Gaussian processes, exact and with random features
 quadrature  spherical-radial rules: weighted frequencies, exact to degree three
-butterfly, structured   fast products with random orthogonal matrices, and with frequencies
 graphs      random walks on graphs: kernels between nodes, PageRank, Gaussian processes
 sklearn     random features as a scikit-learn transformer
 
@@ -48,9 +46,7 @@ from performer.attention import performer_attention as performer_attention
 if TYPE_CHECKING:
     from performer import analysis as analysis
     from performer import attention as attention
-    from performer import butterfly as butterfly
     from performer import calibration as calibration
-    from performer import copula as copula
     from performer import couplings as couplings
     from performer import directions as directions
     from performer import features as features
@@ -63,7 +59,6 @@ if TYPE_CHECKING:
     from performer import quadrature as quadrature
     from performer import refinement as refinement
     from performer import sklearn as sklearn
-    from performer import structured as structured
     from performer import testing as testing
     from performer import theory as theory
     from performer.linearization import linearize as linearize
@@ -77,9 +72,7 @@ __all__ = ["Bias", "Exact", "Features", "alibi", *OF_LINEARIZATION, "performer_a
 MODULES = (
     "analysis",
     "attention",
-    "butterfly",
     "calibration",
-    "copula",
     "couplings",
     "directions",
     "features",
@@ -89,7 +82,6 @@ MODULES = (
     "norms",
     "quadrature",
     "refinement",
-    "structured",
     "testing",
     "theory",
 )

@@ -1,8 +1,7 @@
-"""Minimisation as one compiled loop, shared by `gp`, `graphs.gp` and `copula`.
+"""Minimisation as one compiled loop, shared by `gp` and `graphs.gp`.
 
 `smooth` is L-BFGS with a line search, for losses without randomness. `stochastic` takes the steps
-of an optax optimizer. Callers warn if a descent ended too early (`warn_if_steep`,
-`warn_if_falling`).
+of an optax optimizer. `warn_if_steep` warns if a descent ended too early.
 """
 
 import warnings
@@ -25,10 +24,8 @@ STALLED = 3
 """Steps of L-BFGS without a smaller loss after which it ends."""
 STEEP = 1e-2
 """Largest gradient, of a loss in units of its own, that counts as converged."""
-FALLING = 0.01
-"""Share of the whole fall of a loss that may still happen in the last tenth of the steps."""
 SURE = 4.0
-"""Standard errors above which a gradient or a fall is no noise."""
+"""Standard errors above which a gradient is no noise."""
 
 
 class Point(NamedTuple):
@@ -154,24 +151,5 @@ def warn_if_steep(descent: Descent, stacklevel: int) -> None:
             f"the fit has not converged: after {len(descent.losses)} steps the loss per point still"
             f" changes by {steep[name]:.3g} per unit of log {name}. Use more num_steps, or start"
             " from scales nearer to the data's (None: their spread)",
-            stacklevel=stacklevel + 1,
-        )
-
-
-def warn_if_falling(losses: Float[Array, " steps"], stacklevel: int) -> None:
-    """Warn if noisy losses still fall, in a tenth of the steps by more than `FALLING` of all.
-
-    A line through the last fifth has the slope.
-    """
-    size = max(len(losses) // 10, 5)
-    if isinstance(losses, Tracer) or len(losses) < 3 * size:
-        return
-    first, last = np.asarray(losses)[:size], np.asarray(losses)[-2 * size :]
-    line, covariance = np.polyfit(np.arange(2 * size), last, 1, cov=True)
-    fall, error = -size * line[0], size * covariance[0, 0] ** 0.5
-    if fall > max(SURE * error, FALLING * (first.mean() - last.mean())):
-        warnings.warn(
-            f"the loss still falls: by {fall:.3g} ± {error:.2g} over the last {size} of"
-            f" {len(losses)} steps, to {last.mean():.3g}. Use more num_steps",
             stacklevel=stacklevel + 1,
         )

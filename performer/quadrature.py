@@ -25,7 +25,7 @@ The constant is one minus the sum of the weights: of either sign, with mean zero
                              the Gaussian kernel at d = 16, x = -y, |x| = 1/2 it is 3.9e-4, the
                              variance 8.9e-4. The terms A_i of degree two add up to a constant, and
                              the B_i leave 140/3 M_1^2 l^8 d / (n (d + 6)). Prop. 2.2 holds.
-    Quad Sec. 3              Butterfly matrices are not Haar distributed (`butterfly`), and rules
+    Quad Sec. 3              Butterfly matrices are not Haar distributed (`structured`), and rules
                              with them only nearly unbiased: "haar" is the reference.
 
 Without the constant a rule is still unbiased, since d / rho^2 is the density of chi_d over that of
@@ -51,9 +51,10 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Num
 from scipy.special import roots_hermitenorm
 
-from performer import butterfly, couplings, directions, kernels, norms
+from performer import couplings, directions, kernels, norms
 from performer.choices import positive_integer, unknown
 from performer.kernels import Kernel
+from performer.structured import Butterfly, random_butterfly
 from performer.typing import Key
 
 Matrices = Literal["haar", "butterfly"]
@@ -86,7 +87,7 @@ def spherical_radial(
         key: random key.
         num_rules: number of rules; each has d + 1 points, 2 (d + 1) with reflected ones.
         d: dimension of the points.
-        orthogonal: law of Q: "haar", or "butterfly" (`butterfly.random_butterfly`), for which
+        orthogonal: law of Q: "haar", or "butterfly" (`structured.random_butterfly`), for which
             `structured` has products in O(d log d).
         reflect: include both w and -w; False only for even integrands, as the Gaussian kernel's.
         reject: draw lengths again until the constant is not negative, as in the paper. Biased.
@@ -125,7 +126,7 @@ def spherical_radial(
 class StructuredRule:
     """Rules with butterfly matrices as an operator of O(n d) numbers. A pytree."""
 
-    matrices: butterfly.Butterfly
+    matrices: Butterfly
     """Matrices of all rules, along a leading axis."""
     lengths: Float[Array, "n v"]
     reflect: bool = dataclasses.field(metadata=dict(static=True))
@@ -155,7 +156,7 @@ class StructuredRule:
             ValueError: if x is not d wide.
         """
 
-        def one(matrix: butterfly.Butterfly, lengths: Array) -> Float[Array, "*b v"]:
+        def one(matrix: Butterfly, lengths: Array) -> Float[Array, "*b v"]:
             rows = multiply_vertices(matrix.apply_transpose(x))
             return jnp.broadcast_to(lengths.astype(rows.dtype), rows.shape) * rows
 
@@ -171,9 +172,9 @@ def structured(
     """Draw `spherical_radial` with butterfly matrices as an operator; equal for equal keys."""
     num_rules, d = positive_integer("num_rules", num_rules), positive_integer("d", d)
 
-    def one(rule_key: Key) -> tuple[butterfly.Butterfly, Array]:
+    def one(rule_key: Key) -> tuple[Butterfly, Array]:
         matrix_key, lengths_key = jax.random.split(rule_key)
-        return butterfly.random_butterfly(matrix_key, d), _lengths(lengths_key, d, reject)
+        return random_butterfly(matrix_key, d), _lengths(lengths_key, d, reject)
 
     return StructuredRule(*jax.vmap(one)(jax.random.split(key, num_rules)), reflect)
 

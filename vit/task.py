@@ -137,8 +137,7 @@ def description_of(workdir: Path, config: TrainConfig) -> Described:
     if described and described.get("task") != config.task:
         raise ValueError(
             f"{workdir} holds a run of the task {described.get('task')!r}, and the config is of"
-            f" {config.task!r}: choose another --workdir. To convert a run of an earlier version,"
-            ' write "task" and the sections of its task into config.json, and "task" into task.json'
+            f" {config.task!r}: choose another --workdir"
         )
     return described
 

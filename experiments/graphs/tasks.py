@@ -37,8 +37,8 @@ import jax.numpy as jnp
 import networkx
 import numpy as np
 
-from experiments.graphs import data
-from performer.graphs import Graph, graph_random_features, kernels, tasks
+from experiments.graphs import data, methods
+from performer.graphs import Graph, graph_random_features, kernels
 from performer.graphs.features import EstimatedKernel
 from performer.typing import Key
 from vit.study import harness, launch, statistics
@@ -115,13 +115,13 @@ def clustering_errors(key: Key, coupling: str, trials: int, graph: Graph) -> np.
     for walks_key, start_key in jax.random.split(key, (trials, 2)):
         estimate = _estimate(walks_key, graph, kernel, CLUSTER_WALKS, coupling)
         labels = [_labels(start_key, k) for k in (exact, estimate)]
-        errors.append(tasks.clustering_error(*labels))
+        errors.append(methods.clustering_error(*labels))
     return np.array(errors)
 
 
 @jax.jit
 def _labels(key: Key, kernel: jax.Array | EstimatedKernel) -> jax.Array:
-    return tasks.kernel_kmeans(key, kernel, num_clusters=CLUSTERS, num_starts=1).labels
+    return methods.kernel_kmeans(key, kernel, num_clusters=CLUSTERS, num_starts=1).labels
 
 
 def normal_errors(
@@ -137,7 +137,7 @@ def normal_errors(
         values = jnp.tile(jnp.asarray(normals, jnp.float32), (count, 1))
         known = jnp.asarray(~hidden.ravel())
         reached = (estimate @ known.astype(values.dtype))[:, None] > 0
-        estimated = np.asarray(jnp.where(reached, tasks.regress(estimate, values, known), 0))
+        estimated = np.asarray(jnp.where(reached, methods.regress(estimate, values, known), 0))
         errors.append(_mean_angles(estimated.reshape(count, -1, 3), normals, hidden))
     return np.concatenate(errors)
 

@@ -3,12 +3,12 @@
     python -m experiments.tabular.copula --data_dir=DIR --data_sets=boston_housing
     python -m experiments.tabular.copula                  # the sets that come with scikit-learn
 
-A Gaussian copula over the d lengths of orthogonal frequencies (`performer.copula`) is trained on
-the kernel error (VRC Eq. 35) of the training points of the first split, from a random start, for
-m = d Fourier and, with their negatives, m = 2 d Laplace frequencies. Points and lengthscales are
-those of `experiments.tabular.uci`. The figure has the running mean of the loss and the mean losses
-of the fixed couplings. The table has the mean errors of fresh draws on training and test points,
-and the difference to "+ pnc" in its standard errors.
+A Gaussian copula over the d lengths of orthogonal frequencies (`experiments.tabular.learned`) is
+trained on the kernel error (VRC Eq. 35) of the training points of the first split, from a random
+start, for m = d Fourier and, with their negatives, m = 2 d Laplace frequencies. Points and
+lengthscales are those of `experiments.tabular.uci`. The figure has the running mean of the loss and
+the mean losses of the fixed couplings. The table has the mean errors of fresh draws on training and
+test points, and the difference to "+ pnc" in its standard errors.
 
 Writes copula and figure_6 (csv, md, png) to --out.
 """
@@ -24,8 +24,8 @@ import numpy as np
 import optax
 from scipy import signal
 
-from experiments.tabular import sets, uci
-from performer import copula, couplings
+from experiments.tabular import learned, sets, uci
+from performer import couplings
 from performer.typing import Coupling
 from vit.study import harness, launch, statistics
 
@@ -61,17 +61,17 @@ def scheme_rows(
         ]
     )
     points = (jnp.asarray(x[0], jnp.float32) for x in (splits.train_x, splits.test_x))
-    rmse = partial(copula.kernel_rmse, lengthscale=lengthscale)
+    rmse = partial(learned.kernel_rmse, lengthscale=lengthscale)
     train, test = (rmse(x, scheme.kernel.feature_map) for x in points)
     d = splits.train_x.shape[-1]
     m = scheme.per_dimension * d
 
     def build(theta: jax.Array) -> Coupling:
         """Return orthogonal frequencies, with their negatives for Laplace features."""
-        coupling = copula.orthogonal(theta)
+        coupling = learned.orthogonal(theta)
         return coupling if scheme.name == "Fourier" else couplings.Antithetic(coupling)
 
-    def errors(loss: copula.Loss, coupling: Coupling) -> np.ndarray:
+    def errors(loss: learned.Loss, coupling: Coupling) -> np.ndarray:
         """Return the loss of each of `draws` fresh draws, which all couplings share."""
         return harness.draws(lambda key: loss(coupling(key, m, d)), draws, seed=1)
 
@@ -79,7 +79,7 @@ def scheme_rows(
     options: Any = dict(num_features=m, coupling=build, optimizer=optimizer)
     options |= dict(num_draws=TRAIN_DRAWS, num_steps=num_steps)
     start = jax.random.normal(jax.random.key(0), (d * (d - 1) // 2,))
-    learn = jax.jit(lambda start: copula.learn(jax.random.key(2), train, start, **options))
+    learn = jax.jit(lambda start: learned.learn(jax.random.key(2), train, start, **options))
     theta, losses = learn(start)
     chosen = {word: couplings.get(name) for word, name in scheme.couplings.items()}
     chosen |= {"copula, at the start": build(start), "copula, learned": build(theta)}

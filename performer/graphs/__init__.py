@@ -9,7 +9,6 @@ matching       learning of the permutation of the sigma-coupling
 walks          random walks from all nodes
 pagerank       PageRank by random walks and by power iteration
 theory         expected errors in closed form; `theory.recommend` chooses the walks
-tasks          diffusion, kernel k-means, kernel regression of node attributes
 gp             Gaussian processes on the nodes: posteriors, samples, fits
 """
 
@@ -20,7 +19,6 @@ from performer.graphs import gp as gp
 from performer.graphs import kernels as kernels
 from performer.graphs import matching as matching
 from performer.graphs import pagerank as pagerank
-from performer.graphs import tasks as tasks
 from performer.graphs import theory as theory
 from performer.graphs import walks as walks
 from performer.graphs.attention import masked_attention as masked_attention

@@ -26,7 +26,8 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(RIGHT, ["robust"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", RIGHT)
 def test_right_functions_pass(name):
     fn, skip = RIGHT[name]
     testing.assert_attention_matches(fn, skip=skip)

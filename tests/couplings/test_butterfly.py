@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from performer.butterfly import Butterfly, random_butterfly
+from performer.structured import Butterfly, random_butterfly
 from tests.support.tiers import tiers
 
 SIZES = [(1, 3), (2, 3), (3, 1), (15, 3), (16, 3), (784, 1)]

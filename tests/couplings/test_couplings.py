@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from performer import copula, couplings, directions, norms, testing, theory
+from performer import couplings, directions, norms, testing, theory
 from tests.support.draws import drawn, serve
 from tests.support.tiers import tiers
 
@@ -135,13 +135,12 @@ VALUES = {name: couplings.get(name) for name in NAMES} | {
     "scores": couplings.Blocks(
         directions.independent, norms.FromScores(norms.pairwise_scores, norms.chi, common=True)
     ),
-    "learned": copula.orthogonal(jnp.asarray([0.3, -0.4, 0.2])),
 }
 
 
 def test_couplings_are_values():
     """Each has a repr that makes an equal one; no two are equal."""
-    modules = dict(couplings=couplings, directions=directions, norms=norms, copula=copula)
+    modules = dict(couplings=couplings, directions=directions, norms=norms)
     for value in VALUES.values():
         again = eval(repr(value), modules)
         assert again == value

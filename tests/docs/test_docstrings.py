@@ -45,7 +45,8 @@ COSTLY = (
     ),
     *("spherical_radial", "transfer", "PerformerAttention", "performer_attention"),
     *("masked_attention", "random_features", "random_butterfly", "Blocks"),
-    "performer_attention_fn",
+    *("performer_attention_fn", "refined", "assert_attention_matches"),
+    "assert_attention_consistent",
 )
 """Examples that cost more than a second."""
 
@@ -111,10 +112,8 @@ def _ring_kernel():
 
 
 NEEDED = {
-    "performer.butterfly": lambda normal: {"x": normal(3, 784)},
     "performer.structured": lambda normal: {"x": normal(3, 1024)},
     "performer.kernels": lambda normal: {"x": _circle(), "m": 8, "d": 2},
-    "performer.copula": lambda normal: {"x": normal(20, 2) / 2, "d": 2},
     "performer.quadrature": lambda normal: {"x": normal(5, 4), "d": 4},
     "performer.gp": lambda normal: ({"x": _circle(), "new": _circle() / 2, "y": jnp.arange(9.0)}),
     "performer.graphs.attention": lambda normal: {

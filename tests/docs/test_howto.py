@@ -45,7 +45,7 @@ BY_PROGRAM = {
 ELSEWHERE = {
     "--distributed": "several processes: test_hosts.py, test_rehearsal.py",
     "--coordinator": "several processes: test_hosts.py, test_rehearsal.py",
-    "--workdir=RUN": "stands in imagenet.md with the name of a run",
+    "--workdir=RUN": "stands in large-runs.md with the name of a run",
     "--config=experiments/language_model/config.py": "test_language_model.py",
     "--workdir=runs/lm": "a run of the language model: test_language_model.py",
     "--weights=B_16.npz": "a published file: test_pretrained.py",
@@ -56,7 +56,7 @@ ELSEWHERE = {
 """Words of commands that do not run here, and where they are tested."""
 
 
-PREPARED = {"published-weights": ["photos"], "preemption": ["imagenet2012"]}
+PREPARED = {"published-weights": ["photos"]}
 """Data sets that a page assumes."""
 
 

@@ -602,6 +602,7 @@ def test_a_mask_in_the_code_at_a_symbolic_length_is_an_error():
         program(shape)
 
 
+@pytest.mark.thorough
 def test_without_jit_and_with_checks_of_leaks():
     new, x = replaced(causal, [normal(0, 2, 6, 8)], **EXACT), normal(1, 2, 6, 8)
     with jax.checking_leaks():

@@ -87,7 +87,7 @@ def test_bundled_configs_by_name_from_any_folder(tmp_path, monkeypatch):
         argv, values = program(*given, "--config.seed=5")
         arguments.parse_flags(argv, values)
         assert arguments.chosen_config(values) == config.with_values(expected, {"seed": 5})
-    assert config.bundled("places365").data.name == "places365"
+    assert config.bundled("simrf:places365").data.name == "places365"
     (tmp_path / "digits").write_text("def get_config():\n    return int('own')")
     assert "invalid literal for int() with base 10: 'own'" in message("--config=digits")
 
@@ -140,7 +140,7 @@ def test_a_failure_is_one_line(tmp_path):
         "def main(*words: str): raise eval(words[0])\narguments.run(main)\n"
     )
     lines = [["failing", error] for error in failures]
-    mine = "--config=places365 --dry_run --config.data.name=mine --config.data.dir"
+    mine = "--config=simrf:places365 --dry_run --config.data.name=mine --config.data.dir"
     trained = {
         "--config=digits": "--workdir is missing: folder of the run; created if missing\n",
         f"{mine}={tmp_path}": "ValueError: unknown config.data.name 'mine'",

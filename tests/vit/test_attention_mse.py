@@ -61,6 +61,17 @@ def test_figure_7_has_both_readings_and_plots_the_second(rows, monkeypatch):
     assert [row["x ~ N(0, .)"] for row in FIGURE["change"](rows)] == ["I / d"]
 
 
+def test_ratios_are_geometric_means_over_the_data_sets(rows, monkeypatch):
+    """Errors of 1/2 and 2 times ORF's are as large as ORF's: an arithmetic mean has 1.25."""
+    values = {"pm": np.array([0.5, 4.0]), "orf": np.array([1.0, 2.0])}
+    scored = lambda kind, norm, scheme, m, draws: (values[scheme[0]], np.ones(2))  # noqa: E731
+    monkeypatch.setattr(errors, "errors", scored)
+    errors.vit(["orf", "pm"], ["none"], [1.0], [0], 16, 3, Path("none"))
+    ratios = [row["ratio"] for row in rows if row["coupling"] in values]
+    assert ratios == pytest.approx([1.0] * len(ratios))
+    assert len(ratios) == 2 * len(attention_data.DATA)
+
+
 def test_the_features_part_has_anisotropic_data_of_squared_norm_2(rows, monkeypatch):
     asked = []
 

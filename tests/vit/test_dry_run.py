@@ -59,6 +59,16 @@ def test_what_a_device_has_decides(plan):
     assert f"{32 / bound:,.0f} images per second, bounded by memory traffic" in dry_run.text(exact)
 
 
+def test_the_roof_is_that_of_all_devices():
+    """Three forward passes of 4 operations for 32 examples, on 1 and on 8 devices of 6 a second."""
+    step = {"memory": {"in all": 0}, "operations": 1.0, "bytes": 0.0}
+    for number, seconds in ((1, 64.0), (8, 8.0)):
+        plan = {"model_operations": 4.0, "batch_size": 32, "num_devices": number}
+        plan |= {"train": step, "evaluate": step}
+        roof = dry_run.limits(plan, devices.Peak(6.0, 1.0, 1.0))["roof"]
+        assert roof["operations"] == seconds
+
+
 @pytest.mark.thorough
 def test_a_batch_in_parts_costs_as_much_as_whole(plan):
     """XLA counts the inside of a loop once."""
@@ -105,14 +115,15 @@ def test_a_run_is_compiled_for_tpus(topology, kind, tmp_path, monkeypatch):
     assert float(re.search(r"all-reduce: \d+, ([0-9.]+) MiB", out)[1]) > 4 * 200_000 / 2**20
 
 
-WARMUP = {"imagenet": 10_000, "imagenet_scenic": 10_000, "imagenet_simrf": 10_000}
-WARMUP |= {"vit_s16_imagenet": 10_000, "inaturalist2021": 10_000, "places365": 10_000}
+WARMUP = {"imagenet": 10_000, "imagenet_scenic": 10_000, "simrf": 10_000}
+WARMUP |= {"vit_s16_imagenet": 10_000, "simrf:inaturalist2021": 10_000}
+WARMUP |= {"simrf:places365": 10_000}
 
 
 def test_bundled_configs_warm_up_as_published_and_train_for_any_number_of_epochs():
     """The warm-up is a share of the run; `--config.num_epochs=1` was refused by ten of eleven."""
     names = [path.stem for path in config.BUNDLED.glob("[a-z]*.py") if path.stem != "my_images"]
-    for name in names:
+    for name in [*names, *(name for name in WARMUP if ":" in name)]:
         settings = config.bundled(name)
         dataset = dry_run.sized(settings) or data.load(settings.data)
         _, num_steps = run_of(settings, dataset).length

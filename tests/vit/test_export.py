@@ -111,6 +111,18 @@ def test_a_full_disk_leaves_nothing_and_the_same_command_works(tmp_path, monkeyp
     assert sorted(p.name for p in tmp_path.iterdir()) == ["birds.json", "birds.stablehlo"]
 
 
+@pytest.mark.parametrize("crop", ["center", "squash"])
+def test_the_description_has_the_sizes_of_the_evaluation(crop):
+    """`eval_resize`, or the size of the image if it is 0."""
+    program = jax.export.export(jax.jit(lambda x: x))(jax.ShapeDtypeStruct((2,), np.float32))
+    for resize, side in ((10, 10), (0, 8)):
+        data = config.Data(image_size=8, eval_resize=resize, eval_crop=crop)
+        model = use.Trained(Path("run"), small_config(data=data), 3, NAMES, 1, None)
+        about = export.described(model, program)["preprocessing"]
+        want = {"mode": "L", export.RESIZED[crop][0]: side, "center_crop": 8, "filter": "bicubic"}
+        assert about == want
+
+
 def test_nothing_is_overwritten(tmp_path):
     for name in ("bees", "bees.json"):
         with pytest.raises(ValueError, match=r"--out=.*let it end in .stablehlo"):

@@ -221,9 +221,10 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
 # --- Encoding
 
 
-def turned_exif():
+def turned_exif(orientation=6):
+    """By default a quarter."""
     exif = Image.Exif()
-    exif[0x0112] = 6  # turned by a quarter
+    exif[0x0112] = orientation
     return exif
 
 
@@ -254,7 +255,9 @@ def test_odd_images_are_converted_and_plain_ones_keep_their_bytes():
     for content in (picture(mode="CMYK"), picture(mode="RGBA", kind="PNG")):
         assert opened(encode(content, 3)).mode == "RGB"
     for kind, new in {"BMP": "PNG", "GIF": "PNG", "WEBP": "JPEG"}.items():
-        assert opened(encode(picture(kind=kind), 3)).format == new
+        converted = opened(encode(picture(kind=kind), 3))
+        assert converted.format == new
+        assert new == "PNG" or converted.quantization[0][0] == 2, "quality 95; 8 is 75"
     exif = turned_exif()
     turned = picture(exif=exif, size=(90, 60))
     assert opened(encode(turned, 3)).size == (60, 90)
@@ -265,6 +268,12 @@ def test_odd_images_are_converted_and_plain_ones_keep_their_bytes():
     webp = io.BytesIO()
     opened(encode(picture(size=(90, 60)), 3)).save(webp, "WEBP", exif=turned_exif())
     assert opened(encode(webp.getvalue(), 3)).size == (60, 90)
+    pixels = np.asarray(opened(picture(kind="PNG", size=(90, 60))))
+    upright = {2: pixels[:, ::-1], 3: pixels[::-1, ::-1], 4: pixels[::-1], 6: np.rot90(pixels, -1)}
+    for orientation, want in upright.items():
+        exif = turned_exif(orientation)
+        got = encode(picture(kind="PNG", size=(90, 60), exif=exif), 3)
+        np.testing.assert_array_equal(opened(got), want)
     pixels = np.asarray(opened(encode(picture(size=(400, 400), kind="PNG"), 3, 8)))
     assert np.std(pixels) < 10, "noise is averaged, not sampled"
 

@@ -143,17 +143,19 @@ def test_a_run_of_another_task_is_named_before_any_work(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.rglob("*")) in (before, sorted([*before, "lock"]))
 
 
-def test_a_run_of_an_earlier_version_is_not_taken_for_images(tmp_path):
-    """Its config.json names no task, and only its task.json another than images."""
+def test_a_run_names_one_task(tmp_path):
+    """In its config.json; its task.json has the same."""
     runs.create_folder(tmp_path, small_config(), DATASET)
     values = json.loads((tmp_path / "config.json").read_text())
-    del values["task"]
-    (tmp_path / "config.json").write_text(json.dumps(values))
     described = files.read_json(tmp_path / "task.json")
     files.write_json(tmp_path / "task.json", described | {"task": "language model"})
     for call in (vit.load, evaluate.evaluate_run):
-        with pytest.raises(ValueError, match="of the task 'language model'.*To convert a run"):
+        with pytest.raises(ValueError, match="of the task 'language model', and the config is of"):
             call(tmp_path)
+    del values["task"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="is not a config of this version: 'task'"):
+        config.of_run(tmp_path)
 
 
 def test_the_report_measures_layers_by_their_own_options():

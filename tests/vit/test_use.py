@@ -117,14 +117,14 @@ def test_images_are_those_of_the_evaluation(model, tmp_path):
     expected = next(data.eval_batches(dataset, TRAINED.data))["image"][0]
     np.testing.assert_array_equal(model.pixels(tmp_path / "wide.png"), expected)
     np.testing.assert_array_equal(model.pixels(wide), expected)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turned by a quarter
-    upright = model.pixels(np.rot90(wide, -1))
     rgba = Image.fromarray(wide).convert("RGBA")
-    for name, image in {"turned.png": Image.fromarray(wide), "rgba.png": rgba}.items():
-        image.save(tmp_path / name, exif=exif)
-        np.testing.assert_array_equal(model.pixels(tmp_path / name), upright)
-        np.testing.assert_array_equal(model.pixels(Image.open(tmp_path / name)), upright)
+    for orientation, pixels in {2: wide[:, ::-1], 6: np.rot90(wide, -1)}.items():
+        exif, upright = Image.Exif(), model.pixels(np.ascontiguousarray(pixels))
+        exif[0x0112] = orientation  # mirrored; turned by a quarter
+        for name, image in {"turned.png": Image.fromarray(wide), "rgba.png": rgba}.items():
+            image.save(tmp_path / name, exif=exif)
+            np.testing.assert_array_equal(model.pixels(tmp_path / name), upright)
+            np.testing.assert_array_equal(model.pixels(Image.open(tmp_path / name)), upright)
     many = [wide, noise(8, 8), noise(9, 7, 1), *noise(use.LARGEST, 8, 8, seed=1)]
     alone = np.concatenate([model.outputs([image])[0] for image in many[:3]])
     np.testing.assert_allclose(model.outputs(many)[0][:3], alone, atol=1e-5)

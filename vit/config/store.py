@@ -11,7 +11,7 @@ from typing import Any
 from performer.choices import unknown
 from vit.config.base import TrainConfig, fields, flatten, placement, sections
 from vit.config.cli import command
-from vit.config.images import SIZES, Config
+from vit.config.images import SIZES
 from vit.config.rules import check_fields
 from vit.config.tasks import definition
 from vit.storage import files
@@ -97,7 +97,7 @@ def load(path: Path) -> Any:
     """
     try:
         values = files.parse_json(path.read_bytes(), object_pairs_hook=_unique)
-        name = str(values.pop("task", Config.task))  # earlier runs classified images
+        name = str(values.pop("task"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a config of this version: {error}") from error
     try:

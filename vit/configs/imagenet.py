@@ -31,7 +31,7 @@ Left open, and what was chosen:
 
 Machine: TPU v5e:4x4, sixteen devices with 16 GB: compiled for it and counted, not run, the step in
 two parts takes 7.7 GiB on each. By arithmetic 8 devices with 80 GB as well: 256 images a device,
-193 MiB each, 52 GB and 2 of parameters and moments (docs/howto/imagenet.md).
+193 MiB each, 52 GB and 2 of parameters and moments (docs/howto/large-runs.md).
 
 Expected (Table 2, test accuracy; means of 34 to 48 seeds each): `orf` 0.625 +- 0.003, `pnc`
 0.620 +- 0.003, `pm` 0.633 +- 0.003. Not yet run here: it takes accelerators.

@@ -32,7 +32,7 @@ epsilon of the features (none here); antithetic pairs (none). A run in which one
 the paper did not have can miss its figures, with all else right.
 
 Machine: 8 devices with 80 GB, in four parts of 128 images a device: compiled for h100:8 and
-counted, not run, the step takes 12.3 GiB on each (docs/howto/imagenet.md). TPU v5e:4x4, sixteen
+counted, not run, the step takes 12.3 GiB on each (docs/howto/large-runs.md). TPU v5e:4x4, sixteen
 devices with 16 GB, is too small for four parts: its compiler asks for 19.3 GB.
 
 Expected, if this is what the paper ran: `orf` 0.625 +- 0.003, `pnc` 0.620 +- 0.003, `pm`

@@ -24,7 +24,7 @@ bfloat16 here. That may cost some tenths of a percent; one percent would be a fa
 
 Machine: TPU v5e:2x4, eight devices with 16 GB: compiled for it and counted, not run, the step takes
 2.6 GiB on each, and memory traffic alone would allow 13,400 images a second. For a CPU, which keeps
-more in float32, it was 8 GB (docs/howto/imagenet.md).
+more in float32, it was 8 GB (docs/howto/large-runs.md).
 
 Expected: 0.765 with softmax (their docstring). With random features nothing is published; the
 paper's B/16 on m = 128 has 0.62 to 0.63 (see `imagenet`). Not yet run here: it takes accelerators.

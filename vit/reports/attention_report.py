@@ -5,6 +5,7 @@ coupling and with the calibration of each layer. `performer.analysis` defines th
 """
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from flax import nnx
 from performer import features
 from performer.analysis import attention_error
 from performer.attention.values import NOT_EXACT, Exact
+from performer.calibration import calibrate
 from performer.nnx import PerformerAttention
 from performer.refinement import LEARNED
 from vit import config as configs
 from vit import data
 from vit.reports import metrics, report
 from vit.run import runs
-from vit.task import Task
+from vit.task import Task, Triple
 
 ERRORS = ("attention error", "standard error", "output error", "row sum error")
 EXACT = dict.fromkeys(ERRORS, 0.0) | {"worse than uniform": False}
@@ -111,6 +113,47 @@ def rows(
             is_exact = any(linear) and not linear[number]
             records.append(row | (EXACT if is_exact else {}))
     return records
+
+
+def errors_on(
+    triples: Sequence[Triple],
+    others: Sequence[Triple],
+    config: Any,
+    *,
+    draws: int,
+    seed: int,
+    is_causal: bool = False,
+) -> tuple[float, float]:
+    """Return the attention errors of new features and of uniform attention, means over all heads.
+
+    Args:
+        triples: queries, keys and values of each layer, of any run.
+        others: the same of other examples, to which the features are calibrated.
+        config: config whose coupling, sizes and calibration the features have.
+        draws: draws of the frequencies.
+        seed: seed of the draws.
+        is_causal: True if a query attends only to keys up to its own position.
+
+    Raises:
+        ValueError: for features that are not positive or are learned by attention transfer, or
+            another number of layers.
+    """
+    attention, blocks = config.attention, configs.blocks(config)
+    if attention.feature_map != "positive" or any(block.transferred for block in blocks):
+        raise ValueError("attention errors are measured for the feature map positive alone")
+    if len(blocks) != len(triples):
+        raise ValueError(f"a model of {len(triples)} layers has no features for {len(blocks)}")
+    errors, uniforms = [], []
+    for block, (query, key, _), (*fitted, _) in zip(blocks, triples, others, strict=True):
+        pairs = configs.exact(config, block)
+        options: Any = dict(coupling=attention.coupling, is_causal=is_causal)
+        calibration = calibrate(*fitted, method=block.calibration, mixed=any(pairs), **options)
+        options |= dict(num_features=block.num_features, draws=draws, seed=seed, exact=pairs)
+        error = attention_error(query, key, calibration=calibration, **options)
+        is_exact = block.kind == "softmax"
+        errors.append(0.0 if is_exact else float(error.attention.value.mean()))
+        uniforms.append(float(error.uniform_attention.mean()))
+    return float(np.mean(errors)), float(np.mean(uniforms))
 
 
 LEGEND = """\

@@ -54,14 +54,18 @@ def table(
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(rows[0])
     write_csv(path.with_suffix(".csv"), [names, *([row[name] for name in names] for row in rows)])
-    shown = rows if shown is None else shown
-    names = list(shown[0])
-    lines = [names, ["---"] * len(names), *([_text(row[name]) for name in names] for row in shown)]
-    markdown = "".join(f"| {' | '.join(map(plain, line))} |\n" for line in lines)
+    lines = markdown(rows if shown is None else shown)
     if text:
-        markdown += f"\n{text}\n"
-    files.write(path.with_suffix(".md"), markdown)
-    return markdown
+        lines += f"\n{text}\n"
+    files.write(path.with_suffix(".md"), lines)
+    return lines
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of rows with the same names."""
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names), *([_text(row[name]) for name in names] for row in rows)]
+    return "".join(f"| {' | '.join(map(plain, line))} |\n" for line in lines)
 
 
 def write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:

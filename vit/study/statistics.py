@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import stats
+from scipy.optimize import brentq
 
 Values = Sequence[float] | np.ndarray
 
 LEVEL = 0.05
 """Level of the tests, after Holm's correction."""
+POWER = 0.8
+"""Chance of finding a difference with which seeds are planned."""
 ROUNDING = 1e-9
 """Standard error, relative to the largest value, up to which differences are equal."""
 
@@ -137,18 +140,18 @@ def verdict(name: str, other: str, cases: Mapping[str, tuple[Any, Any]]) -> str:
     return said
 
 
-def power(effect: float, deviation: float, count: int) -> float:
+def power(effect: float, deviation: float, count: int, level: float = LEVEL) -> float:
     """Return the chance that a two-sided paired t-test over `count` seeds finds a difference.
 
     The square of the statistic has the noncentral F distribution. SciPy's noncentral t is NaN for
     some large effects.
     """
     freedom, shift = count - 1, effect / deviation * np.sqrt(count)
-    limit = stats.t.ppf(1 - LEVEL / 2, freedom)
+    limit = stats.t.ppf(1 - level / 2, freedom)
     return float(stats.ncf.sf(limit**2, 1, freedom, shift**2))
 
 
-def seeds_needed(effect: float, deviation: float) -> int:
+def seeds_needed(effect: float, deviation: float, level: float = LEVEL) -> int:
     """Return the fewest seeds (at least 2) that detect a difference with a chance of 80%.
 
     Raises:
@@ -157,4 +160,25 @@ def seeds_needed(effect: float, deviation: float) -> int:
     if not (effect > 0 and deviation > 0):
         raise ValueError(f"effect={effect} and deviation={deviation} must be positive")
     counts = range(2, 10**6)  # power grows with the count
-    return 2 + bisect_left(counts, 0.8, key=lambda n: power(effect, deviation, n))
+    return 2 + bisect_left(counts, POWER, key=lambda n: power(effect, deviation, n, level))
+
+
+def detectable(deviation: float, count: int, level: float = LEVEL) -> float:
+    """Return the smallest difference that `count` seeds detect with a chance of 80%."""
+    high = 1.0
+    while power(high, 1, count, level) < POWER:
+        high *= 2
+    ratio: Any = brentq(lambda effect: power(effect, 1, count, level) - POWER, 0, high)
+    return deviation * ratio
+
+
+def deviation_interval(deviation: float, count: int) -> tuple[float, float]:
+    """Return the 95% confidence interval of a standard deviation of `count` normal values."""
+    ends = stats.chi2.ppf([0.975, 0.025], count - 1)
+    low, high = deviation * np.sqrt((count - 1) / ends)
+    return float(low), float(high)
+
+
+def level_of_look(look: int) -> float:
+    """Return the level of the k-th look at growing data, LEVEL / (k (k + 1)): they sum to LEVEL."""
+    return LEVEL / (look * (look + 1))

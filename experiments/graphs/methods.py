@@ -1,4 +1,4 @@
-"""Tasks of kernels between nodes: diffusion, clustering, regression of attributes.
+"""Clustering of nodes and regression of their attributes, by a kernel between nodes.
 
 A `kernel` has a shape and multiplies vectors with `@`: an estimate of `graph_random_features` or a
 dense matrix. No N x N matrix is formed.
@@ -15,18 +15,6 @@ from jaxtyping import Array, ArrayLike, Float, Int, Num
 
 from performer import choices
 from performer.typing import Key
-
-
-def diffuse(kernel: Any, state: Float[Array, "n ..."], num_times: int) -> Float[Array, "n ..."]:
-    """Return K^num_times state (qGRF Eq. 21): N_t / 2 steps of K = (I + t / N_t L)^{-2} diffuse.
-
-    Repeated use of one estimate is biased, and more so the larger its error is (the paper's
-    footnote 2). With eigenvalues of the estimate above 1 the state grows.
-    """
-    choices.positive_integer("num_times", num_times)
-    dtype = jax.eval_shape(lambda u: _apply(kernel, u), state).dtype  # also for whole numbers
-    state = jnp.asarray(state, dtype)
-    return jax.lax.fori_loop(0, num_times, lambda _, u: _apply(kernel, u), state)
 
 
 def regress(

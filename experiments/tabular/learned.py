@@ -10,8 +10,8 @@ unconstrained parameters theta, one for each pair j < i:
 and PNC cannot be expressed). Independent lengths are theta = 0; PNC has correlation -1 in the pairs
 (0, 1), (2, 3), ... and PM +1 everywhere. Both are limits of the family:
 
-    theta = copula.parameters(copula.pairwise(d))     # -0.999999 in pairs
-    coupling = copula.orthogonal(theta)               # an ordinary coupling
+    theta = learned.parameters(learned.pairwise(d))    # -0.999999 in pairs
+    coupling = learned.orthogonal(theta)               # an ordinary coupling
 
 `learn` minimises a loss of the frequencies by gradient descent in theta (the reparameterisation
 trick: g = L times independent normals). Losses: `kernel_rmse` (VRC Eq. 35), `attention_mse`.
@@ -19,12 +19,14 @@ trick: g = L times independent normals). Losses: `kernel_rmse` (VRC Eq. 35), `at
 Source: VRC Sec. 3.2 and App. A.5. Their u_i is our Phi(g_i).
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isqrt
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, Num
@@ -37,6 +39,8 @@ from performer.typing import Coupling, Frequencies, Key, Value, float32_or_wider
 Theta = Float[Array, " pairs"]
 Loss = Callable[[Frequencies], Float[Array, ""]]
 
+FALLING = 0.01
+"""Share of the whole fall of a loss that may still happen in the last tenth of the steps."""
 _NEAR_ONE = 1 - 1e-6
 
 
@@ -202,8 +206,8 @@ def learn(
 
     Example:
         >>> start = jnp.zeros(d * (d - 1) // 2)
-        >>> theta, losses = copula.learn(key, copula.kernel_rmse(x), start, num_features=d)
-        >>> frequencies = copula.orthogonal(theta)(key, d, d)
+        >>> theta, losses = learned.learn(key, learned.kernel_rmse(x), start, num_features=d)
+        >>> frequencies = learned.orthogonal(theta)(key, d, d)
     """
     d = len(cholesky(start))
 
@@ -214,5 +218,24 @@ def learn(
 
     descent = _descent.stochastic(key, mean_loss, start, num_steps=num_steps, optimizer=optimizer)
     _descent.require_finite(descent.losses)
-    _descent.warn_if_falling(descent.losses, stacklevel=2)
+    warn_if_falling(descent.losses, stacklevel=2)
     return descent.parameters, descent.losses
+
+
+def warn_if_falling(losses: Float[Array, " steps"], stacklevel: int) -> None:
+    """Warn if noisy losses still fall, in a tenth of the steps by more than `FALLING` of all.
+
+    A line through the last fifth has the slope.
+    """
+    size = max(len(losses) // 10, 5)
+    if isinstance(losses, Tracer) or len(losses) < 3 * size:
+        return
+    first, last = np.asarray(losses)[:size], np.asarray(losses)[-2 * size :]
+    line, covariance = np.polyfit(np.arange(2 * size), last, 1, cov=True)
+    fall, error = -size * line[0], size * covariance[0, 0] ** 0.5
+    if fall > max(_descent.SURE * error, FALLING * (first.mean() - last.mean())):
+        warnings.warn(
+            f"the loss still falls: by {fall:.3g} ± {error:.2g} over the last {size} of"
+            f" {len(losses)} steps, to {last.mean():.3g}. Use more num_steps",
+            stacklevel=stacklevel + 1,
+        )
