@@ -236,7 +236,9 @@ class _Reader:
 
     def keys(self) -> Array:
         """Keys that exist by masks along the keys, (b, n, 1, s), or (1, 1, 1, 1) if all do."""
-        layout, keys = self.place.layout, jnp.ones((1, 1, 1, 1), bool)
+        layout = self.place.layout
+        with jax.ensure_compile_time_eval():
+            keys = jnp.ones((1, 1, 1, 1), bool)
         for part, when in self.factors.masks:
             if self.factors.over_pairs(part):
                 continue
@@ -275,7 +277,8 @@ class _Reader:
         """Keys of masks that are written in the code, (b, 1, 1, s), compared at some queries."""
         if not self.is_written:
             self.agrees["mask"] = True
-            return jnp.ones((1, 1, 1, 1), bool)
+            with jax.ensure_compile_time_eval():
+                return jnp.ones((1, 1, 1, 1), bool)
         t, s = self.fixed
         ordered = any(x.name == "ge" for x in self.factors.pairings)
         with jax.ensure_compile_time_eval():
