@@ -218,12 +218,14 @@ def count_look(out: Path, results: Sequence[Result]) -> int:
     """Return the number of the look, which `looks.json` counts.
 
     A look is a report on seeds that no earlier report of the folder had. The same seeds again are
-    the same look.
+    the same look; one seed, which allows no test, is none.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "looks.json"
     seeds = sorted({run.seed for result in results for run in result.runs})
     looks = (files.read_json(path) or {"looks": []})["looks"]
+    if len(seeds) < 2:
+        return 1
     if seeds not in looks:
         looks = [*looks, seeds]
         files.write_json(path, {"looks": looks})
