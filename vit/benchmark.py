@@ -139,7 +139,7 @@ def main(
     elif part == "photographs":
         photographs.measure(data, out, minutes, quick)
     elif part == "converted":
-        converted.measure(runs, out / "converted", images, repeats=repeats)
+        converted.measure(runs, out, images, repeats=repeats)
     elif part == "attention":
         attention_tables(quick, out)
     else:
