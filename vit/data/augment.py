@@ -181,7 +181,8 @@ def open_image(encoded: bytes, bits: int = 16) -> Image.Image:
         if encoded.startswith(b"\x89PNG\r\n\x1a\n"):  # Image.open does not say what is broken
             opened = PngImagePlugin.PngImageFile(io.BytesIO(encoded))
         else:
-            raise OSError(f"it is none of {', '.join(FORMATS)}") from None
+            formats = ", ".join(FORMATS)  # as HEIC of telephones
+            raise OSError(f"it is none of {formats}: save it as JPEG or PNG") from None
     return opaque(opened, bits)
 
 
