@@ -307,7 +307,7 @@ class Factors:
     units: list[Part] = field(default_factory=list)
     """Arrays that must be 0 or 1."""
     zeros: list[Part] = field(default_factory=list)
-    """Factors 0 and 1 over pairs, written in the code: those of 0 must be masked also (GPT-2)."""
+    """Factors 0 and 1 over pairs, written in the code: pairs with 0 must be masked also (GPT-2)."""
     positive: list[Part] = field(default_factory=list)
     """Scales of scores that are masked already."""
 

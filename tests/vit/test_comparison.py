@@ -178,7 +178,7 @@ def written(settings, workdir):
 
 @pytest.fixture
 def untrained(monkeypatch):
-    """Train nothing; queries and keys are those of the name of the setting's folder."""
+    """Train nothing; queries and keys follow from the name of the setting's folder."""
     monkeypatch.setattr(loop, "train", written)
     restored = []
 

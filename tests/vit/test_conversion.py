@@ -1,4 +1,4 @@
-"""What `vit.convert` compares, without a model."""
+"""Settings that `vit.convert` compares, without a model."""
 
 from types import SimpleNamespace
 
