@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.language_model import generate, text
+from experiments.language_model import converted, generate, text
 from experiments.language_model.model import cross_entropies, losses
 from experiments.language_model.task import Config, Data, Model, layers, task
 from performer.nnx import PerformerAttention
@@ -160,6 +160,21 @@ def test_a_run_and_what_it_is_converted_to(tmp_path):
     assert isinstance(layers(runs.restore(out).model())[0].attention_fn, PerformerAttention)
     again = evaluate.evaluate_run(out)
     assert again["step"] == 0
+    converted.main([str(tmp_path / "run"), str(out)], after=40, repeats=2, out=tmp_path)
+    exact, new = read_csv(tmp_path / "converted.csv")
+    for row, whole in ((exact, found), (new, again)):
+        assert float(row["loss"]) == pytest.approx(whole["eval_loss"], rel=1e-5)
+        assert float(row["second half"]) == pytest.approx(whole["eval_loss_second_half"], rel=1e-5)
+    lost = again["eval_loss"] - found["eval_loss"]
+    assert float(new["loss, lost"]) == pytest.approx(lost, abs=1e-5)
+    assert (float(exact["loss, lost"]), float(exact["forward, times as fast"])) == (0, 1)
+    keys = 2 * (40 + 9 * generate.PIECE) * 16 * 4  # keys and values of one layer of width 16
+    assert float(exact["state, MiB"]) == pytest.approx((keys + 4) / 2**20)
+    assert float(new["state, MiB"]) < float(exact["state, MiB"])
+    with pytest.raises(ValueError, match="is the first run of its size: give softmax first"):
+        converted.main([str(out)], out=tmp_path)
+    with pytest.raises(ValueError, match="after=8000, but 1.. characters are held out"):
+        converted.main([str(tmp_path / "run")], repeats=2, out=tmp_path)
     trained = loop.train(of_run(out), out)
     assert trained["step"] > 0
     assert np.isfinite(trained["eval_loss"])

@@ -13,11 +13,11 @@ forward passes of `batch_size` pictures take turns, size by size, and passes wit
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from vit.run import runs as run_folders
 from vit.study import harness, statistics, timing
 
 Row = harness.Row
+Output = Callable[[nnx.Module, Any], Any]
 
 
 def by_speed(rows: list[Row]) -> list[Row]:
@@ -62,7 +63,7 @@ def correct(run: run_folders.Restored, images: int = 0) -> np.ndarray:
     return np.concatenate(hits).astype(float)[: images or None]
 
 
-def attention(config: configs.Config) -> str:
+def attention(config: Any) -> str:
     """Return the attention of a run, with sizes; by the number of its blocks if they differ."""
     if config.attention.kind == "softmax":
         return "softmax"
@@ -72,38 +73,47 @@ def attention(config: configs.Config) -> str:
     return "; ".join(f"{count} x {text}" for text, count in counts.items())
 
 
-def forward(graph: Any, state: Any, pixels: Any) -> Any:
+def logits(model: nnx.Module, pixels: Any) -> Any:
     """Return the logits of pictures."""
-    return nnx.merge(graph, state)(pixels)[0]
+    return cast("Any", model)(pixels)[0]
 
 
 def predicted(graph: Any, state: Any, pixels: Any) -> Any:
     """Return the classes of pictures."""
-    return jnp.argmax(forward(graph, state, pixels), axis=-1)
+    return jnp.argmax(logits(nnx.merge(graph, state), pixels), axis=-1)
 
 
-def gradients(graph: Any, state: Any, pixels: Any) -> Any:
-    """Return the derivatives of a sum of squared logits by all parameters."""
-    parameters, others = state.split(nnx.Param, ...)
+def timed(
+    models: Sequence[nnx.Module], inputs: Sequence[Any], output: Output, repeats: int
+) -> list[Row]:
+    """Return milliseconds and memory of forward passes, and of passes with gradients, in turn.
 
-    def total(parameters: Any) -> Any:
-        return jnp.sum(forward(graph, nnx.merge_state(parameters, others), pixels) ** 2)
+    The gradients are the derivatives of a sum of squared outputs by all parameters.
 
-    return jax.grad(total)(parameters)
+    Args:
+        models: models; times are relative to the first one's.
+        inputs: input of each model.
+        output: (model, input) -> array.
+        repeats: passes of each model; the best counts.
+    """
 
+    def forward(graph: Any, state: Any, x: Any) -> Any:
+        return output(nnx.merge(graph, state), x)
 
-PASSES = {"forward": forward, "training": gradients}
+    def gradients(graph: Any, state: Any, x: Any) -> Any:
+        parameters, others = state.split(nnx.Param, ...)
 
+        def total(parameters: Any) -> Any:
+            return jnp.sum(forward(graph, nnx.merge_state(parameters, others), x) ** 2)
 
-def timed(runs: Sequence[run_folders.Restored], batch_size: int, repeats: int) -> list[Row]:
-    """Return milliseconds and memory of the passes, the runs in turn."""
-    rows: list[Row] = [{} for _ in runs]
-    for name, function in PASSES.items():
+        return jax.grad(total)(parameters)
+
+    rows: list[Row] = [{} for _ in models]
+    for name, function in {"forward": forward, "training": gradients}.items():
         programs = []
-        for run in runs:
-            pixels = next(run.eval_batches())["image"][:batch_size].astype(jnp.float32)
-            graph, state = nnx.split(run.model())
-            programs.append(timing.compiled(partial(function, graph), state, pixels))
+        for model, x in zip(models, inputs, strict=True):
+            graph, state = nnx.split(model)
+            programs.append(timing.compiled(partial(function, graph), state, x))
         best = timing.race({str(i): x.call for i, x in enumerate(programs)}, repeats)
         for i, (row, program) in enumerate(zip(rows, programs, strict=True)):
             row[f"{name}, ms"] = 1e3 * best[str(i)].wall
@@ -116,7 +126,10 @@ def compared(folders: Sequence[Path], images: int, batch_size: int, repeats: int
     """Return the rows of runs of one size, the first of which has softmax attention."""
     restored = [run_folders.restore(folder) for folder in folders]
     hits = [correct(run, images) for run in restored]
-    times, rows = timed(restored, batch_size, repeats), []
+    models = [run.model() for run in restored]
+    inputs = [next(run.eval_batches())["image"][:batch_size] for run in restored]
+    times = timed(models, [x.astype(jnp.float32) for x in inputs], logits, repeats)
+    rows = []
     for folder, run, hit, costs in zip(folders, restored, hits, times, strict=True):
         config, (accuracy, error) = run.config, statistics.mean_and_error(hit)
         pixels, difference = config.data.image_size, statistics.paired(hit, hits[0])
@@ -126,6 +139,28 @@ def compared(folders: Sequence[Path], images: int, batch_size: int, repeats: int
         row |= {"difference": difference.mean, "difference ±": difference.standard_error}
         rows.append(row | {"pictures": len(hit)} | costs)
     return rows
+
+
+def by_size(runs: Sequence[str], size: Callable[[Any], Any]) -> list[list[Path]]:
+    """Return the folders of runs in groups of one size.
+
+    Args:
+        runs: folders; the first of each size has softmax attention.
+        size: config -> size.
+
+    Raises:
+        ValueError: without runs, or if the first run of a size has no softmax attention.
+    """
+    if not runs:
+        raise ValueError("--runs is empty: give folders of runs, the softmax run first")
+    groups: dict[Any, list[Path]] = {}
+    for folder in map(Path, runs):
+        config = configs.of_run(folder)
+        group = groups.setdefault(size(config), [])
+        if not group and config.attention.kind != "softmax":
+            raise ValueError(f"{folder} is the first run of its size: give softmax first")
+        group.append(folder)
+    return list(groups.values())
 
 
 def measure(
@@ -144,15 +179,10 @@ def measure(
     Raises:
         ValueError: without runs, or if the first run of a size has no softmax attention.
     """
-    if not runs:
-        raise ValueError("--runs is empty: give folders of runs, the softmax run first")
-    groups: dict[tuple[int, int], list[Path]] = {}
-    for folder in map(Path, runs):
-        config = configs.of_run(folder)
-        group = groups.setdefault((config.data.image_size, config.model.patch_size), [])
-        if not group and config.attention.kind != "softmax":
-            raise ValueError(f"{folder} is the first run of its size: give softmax first")
-        group.append(folder)
+
+    def size(config: Any) -> tuple[int, int]:
+        return config.data.image_size, config.model.patch_size
+
     sizes = images, batch_size, repeats
-    rows = [row for group in groups.values() for row in compared(group, *sizes)]
+    rows = [row for group in by_size(runs, size) for row in compared(group, *sizes)]
     harness.show(rows, out / "converted", FIGURES, text=timing.hardware())
