@@ -24,7 +24,7 @@ and 257.
 
 `gpu`: all that a GPU has to show, in parts of ten minutes: `vit.speed.hour`.
 
-`photographs`: seconds of training to equal accuracy on ten classes of ImageNet:
+`photographs`: ten classes of ImageNet at a low resolution, at a high one, and converted:
 `vit.speed.photographs`.
 
 `converted`: accuracy and speed of a trained run and its conversions, on the same pictures:

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
 from flax import nnx
 
 from performer.testing import reference_attention
 from tests.support.small import shapes, small_config
 from tests.support.tiers import tiers
-from vit import config
+from vit import config, convert, train
+from vit.config import arguments
 from vit.model import classification
 from vit.speed import attention, hour, lengths, photographs, pytorch
 from vit.speed.baselines import IMPLEMENTATIONS, inputs
@@ -159,27 +161,59 @@ for i, accuracy in enumerate([0.2, 0.5, 0.7] if is_softmax else [0.1, 0.4, 0.6],
 
 def test_photographs_to_equal_accuracy(tmp_path, monkeypatch):
     """A run is stopped when time is up, and the same command goes on; the lower best accuracy."""
-    duration = "too long"
+    duration, compared = "too long", []
 
-    def command(case, data, workdir, quick):
-        return [sys.executable, "-c", RUN, str(workdir), case["attention"], duration]
+    def command(case, data, runs, quick):
+        where = str(photographs.folder(runs, case))
+        return [sys.executable, "-c", RUN, where, case["attention"], duration]
 
     monkeypatch.setattr(photographs, "command", command)
+    monkeypatch.setattr(photographs, "compare_conversion", lambda *x: compared.append(x))
     with pytest.raises(ValueError, match="prepare the photographs"):
         photographs.measure(tmp_path / "nothing", tmp_path / "out", 1, True)
-    photographs.measure(tmp_path, tmp_path / "out", 0.05, True)
-    assert [r["attention"] for r in harness.read(tmp_path / "out/trained.csv")] == ["softmax"]
-    assert not (tmp_path / "out/equal.csv").exists()
+    out = tmp_path / "out"
+    photographs.measure(tmp_path, out, 0.05, True)
+    trained = harness.read(out / "trained.csv")
+    assert [(r["pixels"], r["attention"]) for r in trained] == [(16, "softmax"), (32, "softmax")]
+    assert not (out / "equal.csv").exists()
+    assert not compared
     duration = "short"
-    photographs.measure(tmp_path, tmp_path / "out", 1, True)
-    rows = harness.read(tmp_path / "out/equal.csv")
+    photographs.measure(tmp_path, out, 1, True)
+    rows = harness.read(out / "equal.csv")
     assert [(r["accuracy reached"], r["seconds until then"]) for r in rows] == [
         (0.6, 120),
         (0.6, 30),
     ]
-    assert (tmp_path / "out/curves.png").exists()
-    trained = harness.read(tmp_path / "out/trained.csv")
-    assert [(r["accuracy"], r["images/s"]) for r in trained] == [(0.7, 27), (0.6, 27)]
+    assert (out / "curves.png").exists()
+    trained = harness.read(out / "trained.csv")
+    assert [(r["accuracy"], r["images/s"]) for r in trained] == [(0.7, 27), (0.7, 27), (0.6, 27)]
+    assert compared == [(out / "runs/32-softmax", out / "runs/32-performer", out, 32)]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_photographs_go_on_from_the_low_resolution(quick, tmp_path):
+    """Flags are read as `vit.train` does: runs at 224 pixels begin with the first one's arrays."""
+    found = []
+    for case in photographs.cases(quick):
+        words, values = photographs.command(case, tmp_path, tmp_path, quick), flags.FlagValues()
+        parameters = arguments.define(train.main, None, values)
+        arguments.parse_flags(words[2:], values)
+        named = arguments.given(parameters, (), None, values)[1]
+        settings = named["config"]
+        config.validate(settings)
+        found.append((named["workdir"].name, named["init_from"], settings.attention.kind))
+        sizes = settings.data.image_size, settings.data.eval_resize
+        assert sizes[0] == case["pixels"] <= sizes[1] <= 224
+        assert settings.data.dir == str(tmp_path)
+    (start, none, kind), softmax, features = found
+    assert (none, kind) == (None, "softmax")
+    assert [x[1:] for x in (softmax, features)] == [
+        (tmp_path / start, kind) for kind in photographs.KINDS
+    ]
+    values = flags.FlagValues()
+    arguments.define(convert.main, None, values)
+    sizes = [f"--{x}" for x in photographs.SIZES.split()]
+    arguments.parse_flags(["convert", "--workdir=run", *sizes], values)
 
 
 def test_pytorchs_times_are_compared_with_those_of_the_same_pass(monkeypatch):
