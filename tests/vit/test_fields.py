@@ -1,10 +1,12 @@
-"""Every field of the config trains: each of its values occurs in one of a few runs of two steps."""
+"""Every value of every field trains, and changes the programs of a run or its data."""
 
+import jax
+import numpy as np
 import pytest
 
 from tests.support.small import small_config
-from vit import config, train
-from vit.run import optim
+from vit import config, task, train
+from vit.run import devices, optim, runs
 
 LEVELS = {
     "model.variant": ["XS/2", "XS/4"],
@@ -87,6 +89,15 @@ def levels():
         yield from ((name, x) for x in values if x != "pallas")  # that needs a GPU
 
 
+IN_THE_LOOP = ("seed", "log_every", "eval_every", "checkpoint_every", "keep_every")
+"""Fields that neither programs nor data read: tested by `test_train.py`."""
+WITH = {"data.randaugment_magnitude": {"data.randaugment_layers": 2}}
+"""Values without which the values of a field have no effect."""
+SAME = {
+    ("attention.implementation", "blocked"): "`auto` on a CPU",
+    ("data.eval_crop", "squash"): "digits are squares",
+}
+"""Values that have no effect here."""
 STEPS = 2
 
 
@@ -124,3 +135,36 @@ def test_every_value_of_every_field_trains(tmp_path, tiny):
         settings = config.with_values(BASE, row)
         settings.num_epochs = STEPS / (1437 // settings.data.batch_size)
         assert train.train(settings, tmp_path / str(number))["step"] == STEPS, row
+
+
+def test_every_field_has_values():
+    assert len(list(levels())) > len(config.fields(config.Config)) - len(ELSEWHERE)
+
+
+def effect(settings):
+    """What a config is in the end: programs as text, and examples of training and evaluation."""
+    dataset, learned = task.opened(settings)
+    run = runs.Run(settings, dataset, learned, devices.mesh(settings, jax.devices()[:1]))
+    program, rng = run.program, np.random.default_rng(0)
+    train_step = program.train.lower(program.abstract, run.abstract_batch())
+    eval_step = program.evaluate.lower(program.abstract, run.abstract_batch(mask=True))
+    lowered = (train_step, eval_step, program.initial.lower())
+    records = [(x, rng) for x in dataset.train[:8]] + [(x, None) for x in dataset.evaluation[:1]]
+    examples = [dataset.decode(x, each, settings.data, dataset) for x, each in records]
+    arrays = [np.asarray(x).tolist() for example in examples for x in example.values()]
+    return [x.as_text() for x in lowered], arrays
+
+
+@pytest.mark.thorough
+def test_every_value_changes_the_programs_or_the_data(tiny):
+    """A field that is declared and read nowhere fails."""
+    without = []
+    for name, value in levels():
+        if name in IN_THE_LOOP or (name, value) in SAME:
+            continue
+        base = config.with_values(BASE, WITH.get(name, {}))
+        changed = config.with_values(base, {name: value})
+        config.validate(changed)
+        if config.flatten(changed) != config.flatten(base) and effect(changed) == effect(base):
+            without.append((name, value))
+    assert not without
