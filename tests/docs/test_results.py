@@ -7,11 +7,13 @@ with its csv files, or "Test:" with the test that measures its numbers.
 import json
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from experiments import figures
 from tests.support import tables
 from tests.support.tables import Table
 
@@ -121,3 +123,15 @@ def test_folders_have_a_command_of_today_or_are_listed():
     text = Path("docs/results/index.md").read_text()
     listed = re.findall(r"^\| `(\S+)` \| (none|program removed) \|", text, flags=re.MULTILINE)
     assert dict(listed) == {folder: state for folder, state in states.items() if state}
+
+
+@pytest.mark.thorough
+def test_every_figure_is_drawn_from_the_csv_next_to_it(tmp_path, monkeypatch):
+    shutil.copytree(figures.RESULTS, tmp_path, dirs_exist_ok=True)
+    pictures = sorted(tmp_path.rglob("*.png"))
+    for picture in pictures:
+        picture.write_bytes(b"")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    figures.main()
+    assert len(pictures) > 30
+    assert [picture for picture in pictures if not picture.read_bytes()] == []
