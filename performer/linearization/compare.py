@@ -23,6 +23,8 @@ class Setting(NamedTuple):
     """Numbers of queries and keys."""
     scale: Float[np.ndarray, " n"]
     slopes: Float[np.ndarray, " n"] | None
+    has_key_bias: bool = False
+    """True if numbers of each key are added to the scores."""
 
 
 def lengths(place: Place) -> tuple[Size, Size]:

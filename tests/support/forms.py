@@ -144,6 +144,30 @@ def mask_after_the_sum(q, k, v, valid):
     return output(jax.nn.softmax(scores(q, k), axis=-1, where=mask), v)
 
 
+def relevance(q, k, v, numbers):
+    """A number of each key, of the example."""
+    return attend(q, k, v, bias=numbers[:, None, None])
+
+
+def relevance_causal(q, k, v, numbers):
+    """A gate of each key, scaled with the scores."""
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) + jax.nn.log_sigmoid(5 * numbers)[:, None, None]
+    return output(jax.nn.softmax(jnp.where(tri(q.shape[1]), s / 3, -1e9)), v)
+
+
+def relevance_of_heads(q, k, v, numbers):
+    """A slope of each head, without a causal mask: no ALiBi. One key is masked."""
+    at = jnp.arange(q.shape[1])
+    return attend(q, k, v, bias=numbers[:, None, None] * jnp.where(at == 1, -1e9, at))
+
+
+def minus_squared_distance(q, k, v, number):
+    """The norms of the keys are a bias."""
+    norms = [jnp.sum(x**2, axis=-1).swapaxes(1, 2) for x in (q, k)]
+    s = 2 * jnp.einsum("btnh,bsnh->bnts", q, k) - norms[0][..., None] - norms[1][..., None, :]
+    return output(jax.nn.softmax(number[:, None, None] * s / 5), v)
+
+
 VALID = np.arange(T) < np.array([[T], [T - 5]])
 IDS = np.array([[1] * 5 + [2] * 4 + [3] * 3, [1] * 2 + [2] * 7 + [0] * 3])
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
@@ -153,7 +177,8 @@ ALONG_FACTORS = {
     **dict.fromkeys((padding_forbidden, keys_as_bias, positions, mask_after_the_sum), VALID),
     **dict.fromkeys((segments, segments_causal, segments_in_where), IDS),
     **dict.fromkeys((slopes, slopes_of_keys, temperature), SLOPES),
-    temperature_of_queries: QUERIES,
+    **dict.fromkeys((temperature_of_queries, relevance, relevance_causal), QUERIES),
+    **dict.fromkeys((relevance_of_heads, minus_squared_distance), SLOPES),
 }
 """Form -> its last argument; they are read in linear time."""
 
@@ -203,6 +228,11 @@ def one_more(q, k, v):
 
 def log_softmax(q, k, v):
     return output(jnp.exp(jax.nn.log_softmax(scores(q, k))), v)
+
+
+def prior(q, k, v):
+    """A number of each key, written in the code."""
+    return attend(q, k, v, bias=jnp.log1p(jnp.arange(q.shape[1], dtype=jnp.float32)))
 
 
 def cosine(q, k, v):
@@ -284,7 +314,7 @@ def layers_in_a_scan(q, k, v):
 
 READ = (
     *(base_two, base_two_causal, divided_late, divided_late_causal, unshifted, one_more),
-    *(log_softmax, cosine),
+    *(log_softmax, cosine, prior),
     *(qk_norm, scale_after_mask, negative_scale, minus_a_penalty, log_of_the_mask, batch_last),
     *(heads_as_many_as_tokens, keys_first, grouped, repeated_keys, under_checkpoint, under_vmap),
     layers_in_a_scan,
@@ -347,6 +377,11 @@ def table_of_distances(q, k, v, table):
     return attend(q, k, v, bias=table[:, i[:, None] - i + T])
 
 
+def relevance_in_groups(q, k, v, numbers):
+    """Two query heads of a key head have two biases."""
+    return jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2], bias=numbers[None, :, None])
+
+
 def either_exists(q, k, v, valid):
     """No product: pairs of which one exists."""
     return attend(q, k, v, valid[:, None, :, None] | valid[:, None, None])
@@ -402,6 +437,7 @@ EXACT = {
     loop_over_blocks: "in a loop over queries",
     relative_bias: "a bias that is no mask",
     table_of_distances: "computed for all pairs of a query and a key, by gather",
+    relevance_in_groups: "differs between query heads of one key head",
     either_exists: "no product of one of the queries and one of the keys, by or",
     window: "neither of keys, nor causal",
     capped: "changed by tanh",
@@ -415,6 +451,7 @@ EXACT = {
 """Form -> why it stays exact."""
 MORE = {
     table_of_distances: np.sin(np.arange(2.0 * T * N)).reshape(N, 2 * T),
+    relevance_in_groups: np.sin(np.arange(N * float(T))).reshape(N, T),
     either_exists: VALID,
     weights_where_masked: np.ones((B, T), bool),
 }
