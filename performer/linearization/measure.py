@@ -225,8 +225,10 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
             f"{path}: queries or keys are not finite: is there a NaN in the batches or parameters?"
         )
     alibi = record.alibi & np.all(slopes > -NO_SLOPE, axis=1)
-    has_key_bias = not alibi[0] and bool(alibi[1])
-    slopes, kinds = slopes[int(has_key_bias)], record.fits & record.kinds[int(has_key_bias)]
+    kinds = record.fits & record.kinds
+    plain, biased = alibi & kinds.any(axis=1)
+    has_key_bias = bool(biased and not plain)
+    slopes, kinds = slopes[int(has_key_bias)], kinds[int(has_key_bias)]
     requirements = {
         "its masks differ between heads (the last batch axis of the scores)": record.same_heads,
         "its scale or bias of the keys differs between query heads of one key head": (

@@ -182,7 +182,9 @@ def _place(walk: Walk, x: Lazy) -> Place | None:
     one_axis = len(contracted) == len(summed[0]) == 1
     path, tail = _between(program, scores, Ref(output)), list(x.tail)
     if x.kind == "output" and not x.why:
-        below = _between(program, scores, ops[tail[-1]].inputs[1])
+        above = [output, *tail[:-1]][-1]
+        (divisor,) = (ref for ref in ops[tail[-1]].inputs if ref.op != above)
+        below = _between(program, scores, divisor)
         tail = [*sorted({*tail[:-1], *below} - {*path}), tail[-1]]
     words = tuple(ops[i].name for i in (scores, *path, *tail) if ops[i].name not in MOVED)
     if [product.invars[x.operand].aval.shape[i] for i in summed[x.operand]] == [1]:
@@ -315,6 +317,8 @@ def _is_read_elsewhere(
 ) -> bool:
     """True if more than the product with the values reads the scores, weights, or parts of them."""
     inside = {scores, *_between(program, scores, weights), *tail[:-1]}
+    if tail:
+        inside.add(output)  # it is divided when the place is replaced
     refs = list(program.outputs)
     for number, op in enumerate(program.ops):
         if number not in (*inside, output, *tail[-1:]):

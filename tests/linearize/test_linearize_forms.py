@@ -42,7 +42,7 @@ def rows(form):
 
 
 CORE = [forms.padding_causal, forms.segments_causal, forms.divided_late_causal, forms.one_more]
-CORE += [forms.relevance_causal]
+CORE += [forms.relevance_causal, forms.column_of_ones_causal]
 
 
 @pytest.mark.parametrize("form", tiers([*ALONG_FACTORS, *READ], CORE, name))
@@ -90,6 +90,7 @@ OTHERS = [
     forms.divided_late_causal,
     forms.base_two_causal,
     forms.cosine,
+    forms.column_of_ones_causal,
 ]
 
 

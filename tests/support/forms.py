@@ -126,6 +126,12 @@ def slopes_of_keys(q, k, v, slope):
     return attend(q, k, v, tri(t), jnp.abs(slope)[:, None, None] * jnp.arange(t))
 
 
+def slopes_of_counted_keys(q, k, v, valid):
+    """BLOOM: positions are counted without padding, so that the code has no distance."""
+    bias = SLOPES[:, None, None] * (jnp.cumsum(valid, axis=1) - 1)[:, None, None]
+    return attend(q, k, v, tri(q.shape[1]) & valid[:, None, None], bias)
+
+
 def temperature(q, k, v, number):
     s = jnp.einsum("btnh,bsnh->bnts", q, k) * jnp.exp(number)[:, None, None]
     return output(jax.nn.softmax(jnp.where(tri(q.shape[1]), s, -1e9)), v)
@@ -175,6 +181,7 @@ QUERIES = np.linspace(0.2, 0.6, B * T, dtype=np.float32).reshape(B, T)
 ALONG_FACTORS = {
     **dict.fromkeys((padding, padding_causal, padding_as_bias, padding_times_number), VALID),
     **dict.fromkeys((padding_forbidden, keys_as_bias, positions, mask_after_the_sum), VALID),
+    slopes_of_counted_keys: VALID,
     **dict.fromkeys((segments, segments_causal, segments_in_where), IDS),
     **dict.fromkeys((slopes, slopes_of_keys, temperature), SLOPES),
     **dict.fromkeys((temperature_of_queries, relevance, relevance_causal), QUERIES),
@@ -213,6 +220,33 @@ def divided_late_causal(q, k, v):
     e = jnp.where(mask, jnp.exp(s - jax.lax.stop_gradient(jnp.max(s, -1, keepdims=True))), 0)
     total = jnp.sum(e, axis=-1)
     return output(e, v) / jnp.maximum(total, 1e-9).swapaxes(1, 2)[..., None]
+
+
+def with_ones(v):
+    return jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+
+
+def column_of_ones(q, k, v):
+    """The sum is a column of the product."""
+    o = output(jnp.exp(scores(q, k)), with_ones(v))
+    return o[..., :-1] / (o[..., -1:] + 1e-8)
+
+
+def column_of_ones_causal(q, k, v):
+    """The first column, by pad and split, with a reciprocal; head by head."""
+
+    def one(q, k, v):
+        s = jnp.where(tri(len(q)), q @ k.T / 3, -1e9)
+        o = jnp.exp(s - s.max(-1, keepdims=True)) @ jnp.pad(v, ((0, 0), (1, 0)), constant_values=1)
+        total, above = jnp.split(o, [1], axis=-1)
+        return (1 / total) * above
+
+    return jax.vmap(jax.vmap(one, 1, 1))(q, k, v)
+
+
+def product_with_ones(q, k, v):
+    e = jnp.exp(scores(q, k))
+    return output(e, v) / output(e, np.ones((*k.shape[:3], 1), np.float32))
 
 
 def unshifted(q, k, v):
@@ -314,7 +348,7 @@ def layers_in_a_scan(q, k, v):
 
 READ = (
     *(base_two, base_two_causal, divided_late, divided_late_causal, unshifted, one_more),
-    *(log_softmax, cosine, prior),
+    *(log_softmax, cosine, prior, column_of_ones, column_of_ones_causal, product_with_ones),
     *(qk_norm, scale_after_mask, negative_scale, minus_a_penalty, log_of_the_mask, batch_last),
     *(heads_as_many_as_tokens, keys_first, grouped, repeated_keys, under_checkpoint, under_vmap),
     layers_in_a_scan,
@@ -348,6 +382,53 @@ def halves_are_merged(q, k, v):
         e = jnp.exp(scores(q, x))
         parts.append((output(e, y), jnp.sum(e, axis=-1).swapaxes(1, 2)[..., None]))
     return (parts[0][0] + parts[1][0]) / (parts[0][1] + parts[1][1])
+
+
+def numerator_is_returned(q, k, v):
+    e = jnp.exp(scores(q, k))
+    o = jnp.einsum("bnts,bsnh->bnth", e, v)
+    return o / jnp.sum(e, axis=-1, keepdims=True), o
+
+
+def halves_of_a_numerator(q, k, v):
+    """Columns that are divided apart."""
+    o = output(jnp.exp(scores(q, k)), with_ones(v))
+    return o[..., :4] / o[..., -1:], 2 * o[..., 4:-1] / o[..., -1:]
+
+
+def divided_by_another_column(q, k, v):
+    o = output(jnp.exp(scores(q, k)), with_ones(v))
+    return o[..., 1:] / o[..., :1]
+
+
+def divided_by_a_product(q, k, v):
+    """With numbers that are not 1."""
+    e = jnp.exp(scores(q, k))
+    return output(e, v) / output(e, np.full((*k.shape[:3], 1), 2, np.float32))
+
+
+def column_of_twos(q, k, v):
+    """Half of attention."""
+    twos = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=2)
+    o = output(jnp.exp(scores(q, k)), twos)
+    return o[..., :-1] / o[..., -1:]
+
+
+def masked_exponentials(q, k, v):
+    """The scores have no mask."""
+    o = output(jnp.where(tri(T), jnp.exp(scores(q, k)), 0), with_ones(v))
+    return o[..., :-1] / o[..., -1:]
+
+
+def joined_after_the_scale(q, k, v):
+    s = [scores(q, x) for x in jnp.split(k, 2, axis=1)]
+    return output(jax.nn.softmax(jnp.concatenate(s, axis=-1)), v)
+
+
+def every_second_key(q, k, v):
+    """The weights of a sink and of half of the keys are left out."""
+    s = jnp.concatenate([jnp.zeros((B, N, T, 1)), scores(q, k)], axis=-1)
+    return output(jax.nn.softmax(s)[..., 1::2], v[:, ::2])
 
 
 def loop_over_queries(q, k, v):
@@ -433,6 +514,14 @@ EXACT = {
     expected_bin: "that all examples share",
     sum_is_returned: "read elsewhere",
     halves_are_merged: "changed by add before it is divided",
+    numerator_is_returned: "read elsewhere",
+    halves_of_a_numerator: "read elsewhere",
+    divided_by_a_product: "changed by div before it is divided",
+    column_of_twos: "changed by slice before it is divided",
+    divided_by_another_column: "changed by slice before it is divided",
+    masked_exponentials: "exponentials are changed by select_n",
+    joined_after_the_scale: "scores of several products are joined",
+    every_second_key: "changed after the softmax, by slice",
     loop_over_queries: "in a loop over queries",
     loop_over_blocks: "in a loop over queries",
     relative_bias: "a bias that is no mask",
