@@ -27,12 +27,6 @@ class Setting(NamedTuple):
     """True if numbers of each key are added to the scores."""
 
 
-def lengths(place: Place) -> tuple[Size, Size]:
-    """Numbers of queries and keys of a place."""
-    sizes = place.layout.sizes
-    return sizes[place.layout.time], sizes[place.layout.keys]
-
-
 def require_constants(place: Place, setting: Setting, found: Reading) -> None:
     """Raise ValueError for a mask, bias or scale in the code that is not as it was measured."""
     scale, agrees = found.constant_scale, dict(found.agrees)
@@ -42,7 +36,7 @@ def require_constants(place: Place, setting: Setting, found: Reading) -> None:
     for name, same in agrees.items():
         if same:
             continue
-        (t, s), (before, keys_before) = lengths(place), setting.lengths
+        (t, s), (before, keys_before) = place.layout.lengths, setting.lengths
         if (t, s) == (before, keys_before):
             raise ValueError(
                 f"{place.line}: its {name} is another one with these arguments than with those"

@@ -235,10 +235,10 @@ class Part(NamedTuple):
     tree: Tree
     axes: list[Axis]
 
-    def along(self, atom: tuple) -> bool:
-        """True if it differs along an axis of the scores."""
+    def along(self, atoms: Sequence[tuple]) -> bool:
+        """True if it differs along one of these axes of the scores."""
         lengths = zip(self.tree.shape, self.axes, strict=True)
-        return any(not _is_one(n) and atom in axis for n, axis in lengths)
+        return any(not _is_one(n) and not {*atoms}.isdisjoint(axis) for n, axis in lengths)
 
     def of(self, *trees: Tree) -> "list[Part]":
         """Trees with the same axes."""

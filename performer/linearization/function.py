@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from performer import couplings
 from performer.attention import Bias, Exact, performer_attention
-from performer.linearization.compare import Setting, lengths, require_constants
+from performer.linearization.compare import Setting, require_constants
 from performer.linearization.layers import Layer, Measured
 from performer.linearization.layout import Unfit
 from performer.linearization.measure import (
@@ -245,7 +245,7 @@ def linearize(
         square = first.kind != "of keys" or first.slopes is not None
         square = square or new[numbers[0]].exact.window > 0
         place = places[number].place
-        facts = (first.kind, padded, square, place.layout.roles, lengths(place))
+        facts = (first.kind, padded, square, place.layout.roles, place.layout.lengths)
         slopes = None if first.slopes is None else np.asarray(first.slopes)
         settings[number] = Setting(*facts, np.asarray(first.scale), slopes, first.has_key_bias)
         arrays[number] = jax.jit(partial(_stacked, places[number].lengths))(*each)
@@ -365,7 +365,7 @@ def _run(
     for number in replacements:
         setting = settings[number]
         same = matched and places[number].place.layout.take(setting.roles)
-        if not same or (setting.square and len({*lengths(places[number].place)}) > 1):
+        if not same or (setting.square and len({*places[number].place.layout.lengths}) > 1):
             raise ValueError(
                 "attention is computed differently with these arguments than with those it was"
                 " measured on, as in training mode with dropout or in decoding with a cache:"

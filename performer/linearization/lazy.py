@@ -393,6 +393,8 @@ def _sum(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | None:
     name, first = op.name, inputs[0]
     if name in SAME | {"abs"}:
         return x
+    if x.kind == "sum" and name == "reduce_sum" and not x.sinks:
+        return x._replace(over=x.over | _over(op, inputs))
     if x.kind == "log_sum" and name == "add":
         row = next(ref for y, ref in zip(inputs, op.inputs, strict=True) if y.kind == "row")
         rows = tuple(y for y in x.shifts if y[0] != walk.origin(row).op)

@@ -127,8 +127,7 @@ class _Reader:
     @property
     def lengths(self) -> tuple[Any, Any]:
         """Numbers of queries and keys."""
-        sizes, layout = self.place.layout.sizes, self.place.layout
-        return sizes[layout.time], sizes[layout.keys]
+        return self.place.layout.lengths
 
     @property
     def fixed(self) -> tuple[int, int]:
@@ -173,10 +172,11 @@ class _Reader:
 
     def at(self, part: Part, rows: np.ndarray | None) -> Array:
         """A part at some queries, all if None."""
-        axes = [i for i, axis in enumerate(part.axes) if self.place.layout.time in axis]
-        if rows is None or not axes or part.tree.shape[axes[0]] == 1:
+        time = self.place.layout.time
+        if rows is None or not part.along(time):
             return self.array(part)
-        if len(part.axes[axes[0]]) > 1:  # heads in one axis with the queries
+        axes = [i for i, axis in enumerate(part.axes) if not {*time}.isdisjoint(axis)]
+        if len(time) > 1 or len(part.axes[axes[0]]) > 1:  # heads in one axis with the queries
             return self.array(part)[:, :, rows]
         return self.array(part, lambda x: x if x.shape[axes[0]] == 1 else x.take(rows, axes[0]))
 
@@ -321,9 +321,11 @@ class _Reader:
         seen = jnp.ones((1, s), bool)
         if t != s:
             return ~seen
+        if len(layout.time) > 1:
+            return seen
         for part, when in self.masks_over_pairs():
             time, keys = (
-                next(i for i, axis in enumerate(part.axes) if x in axis)
+                next(i for i, axis in enumerate(part.axes) if x[0] in axis)
                 for x in (layout.time, layout.keys)
             )
             if part.tree.varies or max(len(part.axes[i]) for i in (time, keys)) > 1:

@@ -269,6 +269,40 @@ def prior(q, k, v):
     return attend(q, k, v, bias=jnp.log1p(jnp.arange(q.shape[1], dtype=jnp.float32)))
 
 
+def rows_and_columns(*arrays):
+    """Tokens on two axes."""
+    return (x.reshape(len(x), -1, 4, *x.shape[2:]) for x in arrays)
+
+
+def grid(q, k, v):
+    q, k, v = rows_and_columns(q, k, v)
+    s = jnp.einsum("bijnh,bklnh->bnijkl", q, k) / 3
+    return jnp.einsum("bnijkl,bklnh->bijnh", jax.nn.softmax(s, axis=(-2, -1)), v)
+
+
+def grid_by_hand(q, k, v):
+    """Reduced in two steps, the keys transposed, a bias of each column of keys."""
+    q, k, v = rows_and_columns(q, k, v)
+    s = jnp.einsum("bijnh,blknh->bijnkl", q, k.swapaxes(1, 2)) + jnp.arange(4) / 3
+    e = jnp.exp(s / 3 - (s / 3).max(-1).max(-1)[..., None, None])
+    return jnp.einsum("bijnkl,bklnh->bijnh", e, v) / e.sum(-1).sum(-1)[..., None]
+
+
+def grid_as_tokens(q, k, v):
+    """Each row sees itself; weights on one axis of the keys."""
+    x, y, _ = rows_and_columns(q, k, v)
+    s = jnp.einsum("bijnh,bklnh->bnijkl", x, y) / 3
+    s = jnp.where(jnp.eye(x.shape[1], dtype=bool)[:, None, :, None], s, -jnp.inf)
+    weights = jax.nn.softmax(s.reshape(*s.shape[:4], -1))
+    return jnp.einsum("bnijs,bsnh->bijnh", weights, v)
+
+
+def entries_on_two_axes(q, k, v):
+    """Heads are entries."""
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bts", q, k) / 3)
+    return jnp.einsum("bts,bsnh->btnh", weights, v)
+
+
 def cosine(q, k, v):
     """Products divided by the norms of queries and keys."""
     norms = jnp.linalg.norm(q, axis=-1), jnp.linalg.norm(k, axis=-1)
@@ -349,6 +383,7 @@ def layers_in_a_scan(q, k, v):
 READ = (
     *(base_two, base_two_causal, divided_late, divided_late_causal, unshifted, one_more),
     *(log_softmax, cosine, prior, column_of_ones, column_of_ones_causal, product_with_ones),
+    *(grid, grid_by_hand, grid_as_tokens, entries_on_two_axes),
     *(qk_norm, scale_after_mask, negative_scale, minus_a_penalty, log_of_the_mask, batch_last),
     *(heads_as_many_as_tokens, keys_first, grouped, repeated_keys, under_checkpoint, under_vmap),
     layers_in_a_scan,
@@ -412,6 +447,21 @@ def column_of_twos(q, k, v):
     twos = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=2)
     o = output(jnp.exp(scores(q, k)), twos)
     return o[..., :-1] / o[..., -1:]
+
+
+def grid_causal_in_rows(q, k, v):
+    """Rows see earlier rows, as frames of a video."""
+    q, k, v = rows_and_columns(q, k, v)
+    s = jnp.einsum("bijnh,bklnh->bnijkl", q, k) / 3
+    s = jnp.where(tri(q.shape[1])[:, None, :, None], s, -1e9)
+    return jnp.einsum("bnijkl,bklnh->bijnh", jax.nn.softmax(s, axis=(-2, -1)), v)
+
+
+def softmax_of_each_row(q, k, v):
+    """Over the columns of keys; rows are summed."""
+    q, k, v = rows_and_columns(q, k, v)
+    s = jnp.einsum("bijnh,bklnh->bnijkl", q, k) / 3
+    return jnp.einsum("bnijkl,bklnh->bijnh", jax.nn.softmax(s), v)
 
 
 def masked_exponentials(q, k, v):
@@ -517,6 +567,8 @@ EXACT = {
     numerator_is_returned: "read elsewhere",
     halves_of_a_numerator: "read elsewhere",
     divided_by_a_product: "changed by div before it is divided",
+    grid_causal_in_rows: "neither of keys, nor causal",
+    softmax_of_each_row: "sums over more axes than the softmax",
     column_of_twos: "changed by slice before it is divided",
     divided_by_another_column: "changed by slice before it is divided",
     masked_exponentials: "exponentials are changed by select_n",
