@@ -165,6 +165,22 @@ def test_beside_a_shard_map():
     agree(new, function, normal(1, 3, 9, 8))
 
 
+def late_bias(x):
+    """A bias of the keys from position 13 on."""
+    return attend(True, x, jnp.where(jnp.arange(x.shape[1]) > 12, 1.0, 0.0))
+
+
+def test_a_bias_of_keys_that_the_batches_did_not_have():
+    """It is read at each length if a batch had it, else an error."""
+    longer = replaced(late_bias, [normal(0, 2, 16, 8)], **KEYS)
+    for t in (1, 9, 16, 20):
+        agree(longer, late_bias, normal(t, 2, t, 8))
+    shorter = replaced(late_bias, [normal(0, 2, 9, 8)], **KEYS)
+    agree(shorter, late_bias, normal(0, 2, 12, 8))
+    with pytest.raises(ValueError, match="its bias is of another kind with 16 queries"):
+        shorter(normal(1, 2, 16, 8))
+
+
 def on_a_grid(x):
     """Queries and keys on two axes, causal in the order of the rows."""
     _, i, j, _ = x.shape
