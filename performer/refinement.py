@@ -67,6 +67,8 @@ class Sample(NamedTuple):
     keys: Bool[Array, "b s"]
     segments: Int[Array, "b t"] | None = None
     """Number of each token's sequence if several are packed: tokens attend to their own."""
+    key_bias: Float[Array, "b s #k"] | None = None
+    """Numbers that are added to the logits of each key."""
 
     @classmethod
     def of(cls, query: Float[Array, "b t n h"], key: Float[Array, "b s k h"]) -> "Sample":
@@ -101,6 +103,9 @@ def softmax_attention(sample: Sample, is_causal: bool = False) -> Float[Array, "
     query = query.reshape(b, t, key.shape[2], -1, h)
     logits = jnp.einsum("btkgh,bskh->bkgts", query, key, precision="highest") / h**0.5
     logits = logits.reshape(b, n, t, -1)
+    if sample.key_bias is not None:
+        by_head = jnp.moveaxis(sample.key_bias, 2, 1)  # (b, k, s)
+        logits += jnp.repeat(by_head, n // by_head.shape[1], axis=1)[:, :, None]
     return jnp.where(pairs, jax.nn.softmax(jnp.where(pairs, logits, -jnp.inf), where=pairs), 0)
 
 
@@ -152,7 +157,7 @@ def estimate(
 ) -> Float[Array, "b n t s"]:
     """A^ of these features, in quadratic time. The numbers of exact pairs may be traced."""
     segments = None if sample.segments is None else (sample.segments, None)
-    pairs = Pairs(exists=sample.keys, segments=segments, is_causal=is_causal)
+    pairs = Pairs(sample.key_bias, sample.keys, segments=segments, is_causal=is_causal)
     scale = sample.query.shape[-1] ** -0.5
     return matrix.attention_matrix(*sample[:2], features, pairs, scale)
 

@@ -23,12 +23,8 @@ class Setting(NamedTuple):
     """Numbers of queries and keys."""
     scale: Float[np.ndarray, " n"]
     slopes: Float[np.ndarray, " n"] | None
-
-
-def lengths(place: Place) -> tuple[Size, Size]:
-    """Numbers of queries and keys of a place."""
-    sizes = place.layout.sizes
-    return sizes[place.layout.time], sizes[place.layout.keys]
+    has_key_bias: bool = False
+    """True if numbers of each key are added to the scores."""
 
 
 def require_constants(place: Place, setting: Setting, found: Reading) -> None:
@@ -40,7 +36,7 @@ def require_constants(place: Place, setting: Setting, found: Reading) -> None:
     for name, same in agrees.items():
         if same:
             continue
-        (t, s), (before, keys_before) = lengths(place), setting.lengths
+        (t, s), (before, keys_before) = place.layout.lengths, setting.lengths
         if (t, s) == (before, keys_before):
             raise ValueError(
                 f"{place.line}: its {name} is another one with these arguments than with those"

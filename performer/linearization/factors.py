@@ -5,7 +5,7 @@ array in them has a number for each pair. Mostly it is made of one array along t
 along the keys: valid_i valid_j, segment_i = segment_j, slope |i - j|. A tree is the operations that
 make it, down to arrays before they are broadcast. From its trees a place is read as
 
-    scale_i scale_j q_i.k_j + bias,   bias = -slope |i - j| + a number of the row
+    scale_i scale_j q_i.k_j + bias,   bias = -slope |i - j| + a number of i + a number of j
 
 with keys that exist, segments and causality (`performer.linearization.reading`). An argument with a
 number for each pair is read for all pairs; what is computed for each pair otherwise is a reason to
@@ -235,10 +235,10 @@ class Part(NamedTuple):
     tree: Tree
     axes: list[Axis]
 
-    def along(self, atom: tuple) -> bool:
-        """True if it differs along an axis of the scores."""
+    def along(self, atoms: Sequence[tuple]) -> bool:
+        """True if it differs along one of these axes of the scores."""
         lengths = zip(self.tree.shape, self.axes, strict=True)
-        return any(not _is_one(n) and atom in axis for n, axis in lengths)
+        return any(not _is_one(n) and not {*atoms}.isdisjoint(axis) for n, axis in lengths)
 
     def of(self, *trees: Tree) -> "list[Part]":
         """Trees with the same axes."""
@@ -369,6 +369,12 @@ class Factors:
         if not self._is_masked(fill):
             raise Unfit("a bias that is no mask: scores are replaced by a number above -9000")
         self._require(condition, step.inputs[2] is None)
+
+    @property
+    def of_keys(self) -> list[Term]:
+        """Terms that are a number of each key, from arguments or written in the code."""
+        written = [x for x in self.constants if not x.part.along(self.layout.time)]
+        return [*self.keys, *written]
 
     def over_pairs(self, part: Part) -> bool:
         """True if it has a number for each pair of a query and a key."""

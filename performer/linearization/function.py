@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from performer import couplings
 from performer.attention import Bias, Exact, performer_attention
-from performer.linearization.compare import Setting, lengths, require_constants
+from performer.linearization.compare import Setting, require_constants
 from performer.linearization.layers import Layer, Measured
 from performer.linearization.layout import Unfit
 from performer.linearization.measure import (
@@ -37,7 +37,7 @@ from performer.linearization.program import (
     run,
     single_in,
 )
-from performer.linearization.reading import read
+from performer.linearization.reading import of_key_heads, read
 from performer.linearization.recipes import Options, replacements
 from performer.linearization.report import Report
 from performer.linearization.saved import Replacement, Replacements, write
@@ -245,9 +245,9 @@ def linearize(
         square = first.kind != "of keys" or first.slopes is not None
         square = square or new[numbers[0]].exact.window > 0
         place = places[number].place
-        facts = (first.kind, padded, square, place.layout.roles, lengths(place))
+        facts = (first.kind, padded, square, place.layout.roles, place.layout.lengths)
         slopes = None if first.slopes is None else np.asarray(first.slopes)
-        settings[number] = Setting(*facts, np.asarray(first.scale), slopes)
+        settings[number] = Setting(*facts, np.asarray(first.scale), slopes, first.has_key_bias)
         arrays[number] = jax.jit(partial(_stacked, places[number].lengths))(*each)
     linear = Linearized(arrays, Compiled(function, settings, tuple(words_of(places))))
     if new:
@@ -365,7 +365,7 @@ def _run(
     for number in replacements:
         setting = settings[number]
         same = matched and places[number].place.layout.take(setting.roles)
-        if not same or (setting.square and len({*lengths(places[number].place)}) > 1):
+        if not same or (setting.square and len({*places[number].place.layout.lengths}) > 1):
             raise ValueError(
                 "attention is computed differently with these arguments than with those it was"
                 " measured on, as in training mode with dropout or in decoding with a cache:"
@@ -420,13 +420,20 @@ def _attended(values: Values, place: Place, setting: Setting, replacement: Repla
             f" {query.shape[-1]} here: linearize on batches of one size"
         )
     zero = np.zeros(replacement.scale.shape[-1])
-    found = read(values, place, setting.kind, zero if setting.slopes is None else setting.slopes)
+    slopes = zero if setting.slopes is None else setting.slopes
+    found = read(values, place, setting.kind, slopes, setting.has_key_bias)
     require_constants(place, setting, found)
-    query, key, valid = found.scaled(query, key)
+    valid = [] if found.valid is None else [found.valid]
+    query, key, same = found.scaled(query, key)
+    if found.key_scale is not None:
+        valid.append(same)
+    key_bias = found.key_bias
+    if key_bias is not None:
+        key_bias, same = of_key_heads(key_bias, key.shape[2])
+        valid.append(same)
     alibi = replacement.slopes
     if found.slopes is not None and alibi is None:
-        flat = jnp.allclose(found.slopes, 0, atol=1e-4)
-        valid = flat if valid is None else valid & flat
+        valid.append(jnp.allclose(found.slopes, 0, atol=1e-4))
     elif found.slopes is not None:
         alibi = found.slopes
     attend = partial(
@@ -435,7 +442,7 @@ def _attended(values: Values, place: Place, setting: Setting, replacement: Repla
         key,
         value,
         replacement.attention,
-        bias=None if alibi is None else Bias(decay=-alibi),
+        bias=Bias(key_bias, None if alibi is None else -alibi),
         mask=found.keys[:, None, None],
         is_causal="causal" in setting.kind,
         segment_ids=found.segments,
@@ -447,4 +454,4 @@ def _attended(values: Values, place: Place, setting: Setting, replacement: Repla
         share = jax.nn.sigmoid(total - found.sinks[:, None])[..., None]
         output = (output * share).astype(output.dtype)
     output = place.layout.back(output)
-    return output if valid is None else jnp.where(valid, output, jnp.nan)
+    return jnp.where(jnp.all(jnp.stack(valid)), output, jnp.nan) if valid else output

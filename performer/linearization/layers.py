@@ -30,6 +30,8 @@ class Layer(NamedTuple):
     scale: Float[Array, " n"]
     slopes: Float[Array, " n"] | None
     """Slopes of ALiBi's bias, if there is one."""
+    has_key_bias: bool
+    """True if numbers of each key are added to the scores; samples have them."""
     masked: bool
     """True if it is called with masks."""
     padded: bool

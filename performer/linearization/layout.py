@@ -37,9 +37,9 @@ class Unfit(Exception):
 
 
 def atoms_of(equation: Any) -> dict:
-    """Name and length of each axis of a product of one summed axis, in order."""
-    _, (batch, _) = equation.params["dimension_numbers"]
-    left, right = (x.aval.ndim - len(batch) - 1 for x in equation.invars)
+    """Name and length of each axis of a product, in order."""
+    (summed, _), (batch, _) = equation.params["dimension_numbers"]
+    left, right = (x.aval.ndim - len(batch) - len(summed) for x in equation.invars)
     counts = ("batch", len(batch)), ("left", left), ("right", right)
     atoms = [(side, i) for side, count in counts for i in range(count)]
     return dict(zip(atoms, equation.outvars[0].aval.shape, strict=False))
@@ -103,7 +103,7 @@ class Layout:
     """Axes of the arrays of a place, and their order in the arrays of `performer_attention`.
 
     Heads of keys are the last of two or more batch axes. Axes of the queries other than time are
-    query heads of them.
+    query heads of them. Time and keys may each have several axes, as of an image.
     """
 
     sizes: dict
@@ -112,15 +112,18 @@ class Layout:
     """Which operand of q k^T is the queries, and which the keys."""
     dims: Any
     """Dimension numbers of q k^T."""
-    time: tuple
-    keys: tuple
+    time: list
+    keys: list
     batch: list
     heads: list
     groups: list
     values: int
     """Which operand of the product with the values they are."""
     value_dims: Any
-    """Names of the batch axes of the values, these axes, the axis of the keys, the other axes."""
+    """Names of the batch and key axes of the values, the order of all axes, number of the batch's.
+
+    The axes of the width are the last ones.
+    """
     shape: tuple[Size, ...]
     """Shape of the output."""
     dtype: Any
@@ -144,28 +147,29 @@ class Layout:
         """
         (contracted, batch) = scores.params["dimension_numbers"]
         (summed, batches) = product.params["dimension_numbers"]
-        if len(contracted[0]) != 1 or len(summed[0]) != 1:
-            return None
-        (axis,), (value_axis,) = summed[number], summed[1 - number]
-        if len(weights[axis]) != 1 or weights[axis][0][0] == "batch":
-            return None
-        keys = weights[axis][0]
-        side, other = keys[0], "left" if keys[0] == "right" else "right"
         all_sizes = atoms_of(scores)
+        key_names = [weights[i] for i in summed[number]]
+        keys = [atom for atom in all_sizes if any(atom in axis for axis in key_names)]
+        side = keys[0][0] if keys else "batch"
+        if side == "batch" or any(atom[0] != side for atom in keys):
+            return None
+        other = "left" if side == "right" else "right"
         sizes = {atom: n for atom, n in all_sizes.items() if n != 1}
         free = [atom for atom in all_sizes if atom[0] == other]
-        # Time is the first free axis as long as the keys, or else the longest.
-        time = next((x for x in free if all_sizes[x] == all_sizes[keys]), None)
-        time = time or max(free, key=all_sizes.__getitem__, default=None)
-        if time is None:
+        if not free:
             return None  # a single query without an axis
+        # Time is the first free axes as long as the keys, or else the longest, or all for several.
+        left = iter(free)
+        time = [next((x for x in left if all_sizes[x] == all_sizes[key]), None) for key in keys]
+        if None in time:
+            time = [max(free, key=all_sizes.__getitem__)] if len(keys) == 1 else free
         lead = [atom for atom in all_sizes if atom[0] == "batch"]
         heads = lead[-1:] if len(lead) > 1 else []
-        groups = [x for x in free if x != time]
+        groups = [x for x in free if x not in time]
         value = product.invars[1 - number].aval
         names = [weights[i] for i in batches[number]]
         # Queries without a batch axis, such as a Perceiver's latents: it is among the keys' axes.
-        shared = [atom for atom in all_sizes if atom[0] == side and atom != keys]
+        shared = [atom for atom in all_sizes if atom[0] == side and atom not in keys]
         if any(atom in sizes and (atom,) not in names for atom in shared):
             raise Unfit("its keys have more than one axis, or heads are mixed before the softmax")
         batch_axes = shared + lead[: len(lead) - len(heads)]
@@ -176,9 +180,10 @@ class Layout:
             return None  # values of each query, such as of a mixture of experts
         if repeated:
             raise Unfit("its values have examples or heads that its keys do not have")
-        inner = batches[1 - number]
-        rest = [i for i in range(value.ndim) if i not in (*inner, value_axis)]
-        free_names = [x for i, x in enumerate(weights) if i not in (axis, *batches[number])]
+        inner = [*batches[1 - number], *summed[1 - number]]
+        rest = [i for i in range(value.ndim) if i not in inner]
+        bound = (*summed[number], *batches[number])
+        free_names = [x for i, x in enumerate(weights) if i not in bound]
         queries, values = [a for x in free_names for a in x], [WIDTH]
         # A product has its batch axes first, then the free axes of its left and right operand.
         order = [a for x in names for a in x]
@@ -193,7 +198,7 @@ class Layout:
             heads=heads,
             groups=groups,
             values=1 - number,
-            value_dims=(names, list(inner), value_axis, rest),
+            value_dims=([*names, *key_names], [*inner, *rest], len(names)),
             shape=product.outvars[0].aval.shape,
             dtype=product.outvars[0].aval.dtype,
             order=order,
@@ -208,19 +213,19 @@ class Layout:
 
     def take_time(self, parts: Sequence[Any]) -> None:
         """Take the axis that masks have, apart from the keys, for time, where heads are as many."""
-        same = [x for x in self.groups if self.sizes[x] == self.sizes[self.time]]
+        same = [x for x in self.groups if self.sizes[x] == self.sizes[self.time[0]]]
         pairs = [x for x in parts if x.along(self.keys)]
-        if not same or any(x.along(self.time) for x in pairs):
+        if len(self.time) > 1 or any(x.along(self.time) for x in pairs):
             return
         for atom in same:
-            if any(x.along(atom) for x in pairs):
-                self.groups[self.groups.index(atom)], self.time = self.time, atom
+            if any(x.along([atom]) for x in pairs):
+                self.groups[self.groups.index(atom)], self.time = self.time[0], [atom]
                 return
 
     @property
     def roles(self) -> tuple[tuple[str, ...], ...]:
         """Role of each axis of the scores at the softmax, () for an axis of length 1."""
-        roles = {self.time: "time", self.keys: "keys"}
+        roles = dict.fromkeys(self.time, "time") | dict.fromkeys(self.keys, "keys")
         roles |= {a: name for name in PARTS for a in getattr(self, name)}
         return tuple(tuple(roles[atom] for atom in axis) for axis in self.goal)
 
@@ -234,15 +239,15 @@ class Layout:
         known: dict[Any, str] = {}
         for axis, parts in zip(self.goal, roles, strict=True):
             known |= dict(zip(axis[::-1], parts[::-1], strict=False))
-        known.pop(self.keys, None)
-        free = [self.time, *self.groups, *(a for a in self.batch if a[0] in ("left", "right"))]
-        lost = [a for a in free if a not in known and a[0] != self.keys[0]]
-        times = [a for a, role in known.items() if role == "time"] + lost
+        known = {a: role for a, role in known.items() if a not in self.keys}
+        free = [*self.time, *self.groups, *(a for a in self.batch if a[0] in ("left", "right"))]
+        lost = [a for a in free if a not in known and a[0] != self.keys[0][0]]
+        times = [a for a in self.sizes if known.get(a) == "time"] or lost[:1]
         if not times or "keys" in known.values():
             return False
-        self.time = times[0]
+        self.time = times
         others = [*self.batch, *self.heads, *self.groups, *free]
-        others = [a for a in self.sizes if a in others and a not in (self.time, self.keys)]
+        others = [a for a in self.sizes if a in others and a not in (*self.time, *self.keys)]
         which = {name: [a for a in others if known.get(a, "batch") == name] for name in PARTS}
         self.batch, self.heads, self.groups = (which[name] for name in PARTS)
         return True
@@ -258,37 +263,43 @@ class Layout:
 
     def _operand(self, x: Array, which: int, *groups: list) -> Array:
         """(groups, h) of an operand of q k^T."""
-        (contracted,), batch = self.dims[0][which], list(self.dims[1][which])
-        rest = [i for i in range(x.ndim) if i not in (*batch, contracted)]
+        contracted, batch = (list(dims[which]) for dims in self.dims)
+        rest = [i for i in range(x.ndim) if i not in (*batch, *contracted)]
         side = "left" if which == 0 else "right"
         have = [("batch", i) for i in range(len(batch))] + [(side, i) for i in range(len(rest))]
-        x = jnp.transpose(x, [*batch, *rest, contracted])
+        x = jnp.transpose(x, [*batch, *rest, *contracted])
+        if len(contracted) != 1:
+            x = x.reshape(*x.shape[: len(have)], -1)
         return self._arranged(x, [*have, WIDTH], *groups, [WIDTH])
 
     def query(self, x: Array) -> Array:
         """(b, t, n, h)."""
         heads = [*self.heads, *self.groups]
-        return self._operand(x, self.operands[0], self.batch, [self.time], heads)
+        return self._operand(x, self.operands[0], self.batch, self.time, heads)
 
     def key(self, x: Array) -> Array:
         """(b, s, k, h)."""
-        return self._operand(x, self.operands[1], self.batch, [self.keys], self.heads)
+        return self._operand(x, self.operands[1], self.batch, self.keys, self.heads)
 
     def value(self, x: Array) -> Array:
         """(b, s, k, v)."""
-        names, inner, summed, rest = self.value_dims
+        names, order, _ = self.value_dims
         atoms = [atom for axis in names for atom in axis]
-        x = jnp.transpose(x, [*inner, summed, *rest])
-        x = x.reshape(*(self.sizes[atom] for atom in atoms), x.shape[len(inner)], -1)
-        have = [*atoms, self.keys, WIDTH]
-        return self._arranged(x, have, self.batch, [self.keys], self.heads, [WIDTH])
+        x = jnp.transpose(x, order).reshape(*(self.sizes[atom] for atom in atoms), -1)
+        return self._arranged(x, [*atoms, WIDTH], self.batch, self.keys, self.heads, [WIDTH])
 
     def pairs(self, x: Array) -> Array:
         """(b, n, t, s) of scores as they enter the softmax."""
         have = [atom for axis in self.goal for atom in axis]
         x = x.reshape([self.sizes[atom] for atom in have])
         heads = [*self.heads, *self.groups]
-        return self._arranged(x, have, self.batch, heads, [self.time], [self.keys])
+        return self._arranged(x, have, self.batch, heads, self.time, self.keys)
+
+    @property
+    def lengths(self) -> tuple[Size, Size]:
+        """t and s, the numbers of queries and keys."""
+        t, s = (math.prod(self.sizes[atom] for atom in x) for x in (self.time, self.keys))
+        return t, s
 
     @property
     def head_count(self) -> Size:
@@ -310,7 +321,7 @@ class Layout:
             whole = n != 1 and len(axis) > 1
             lengths |= {atom: self.sizes[atom] if whole else n for atom in axis}
         x = x.reshape(list(lengths.values()))
-        groups = (self.batch, [*self.heads, *self.groups], [self.time], [self.keys])
+        groups = (self.batch, [*self.heads, *self.groups], self.time, self.keys)
         order, have = [atom for group in groups for atom in group], list(lengths)
         x = jnp.transpose(x, [have.index(atom) for atom in order if atom in have])
         x = jnp.expand_dims(x, [i for i, atom in enumerate(order) if atom not in have])
@@ -326,7 +337,7 @@ class Layout:
 
     def back(self, x: Array) -> Array:
         """The output as the program has it, of (b, t, n, v)."""
-        have = [*self.batch, self.time, *self.heads, *self.groups, WIDTH]
+        have = [*self.batch, *self.time, *self.heads, *self.groups, WIDTH]
         kept, sizes = [atom for atom in have if atom in self.order], {WIDTH: x.shape[-1]}
         x = x.reshape([(self.sizes | sizes)[atom] for atom in kept])  # others have length 1
         x = jnp.transpose(x, [kept.index(atom) for atom in self.order])

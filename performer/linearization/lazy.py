@@ -94,6 +94,8 @@ class Lazy(NamedTuple):
     """Which of its operands the weights are."""
     widths: tuple = ()
     """Length of each axis that the values add to it."""
+    ones: tuple[int, int, int] | None = None
+    """An axis of the values, and the range on it where all values are 1."""
     tail: tuple[int, ...] = ()
     """Operations from the product with the values to the division, which is the last."""
     why: str = ""
@@ -123,10 +125,8 @@ class Walk:
             self.varying.add(number)
         if is_sum(op):
             axes: list[Axis] = [(x,) if n != 1 else () for x, n in atoms_of(op.equation).items()]
-            outputs = self._weighed(number, op)
             self.of[number] = {number: Lazy("scores", number, axes, number)}
-            self.of[number] |= {x.product: x for x in outputs if x.kind == "numerator"}
-            return [x for x in outputs if x.kind != "numerator"]
+            return self._weighed(number, op)
         if op.body is not None:
             return []
         inputs = [self.at(ref) for ref in op.inputs]
@@ -153,7 +153,7 @@ class Walk:
                 yield x._replace(why=READ_ELSEWHERE * is_summed)
 
     def _weighed(self, number: int, op: Op) -> list[Lazy]:
-        """Weights and exponentials that a product multiplies with another array."""
+        """Weights that a product multiplies with another array; follows exponentials."""
         summed, batch = op.equation.params["dimension_numbers"]
         for i, ref in enumerate(op.inputs):
             read = self.at(ref).values()
@@ -168,16 +168,25 @@ class Walk:
             late = [x for x in read if x.kind == "exp"]
             for x in late:
                 value = op.equation.invars[1 - i].aval.shape
-                free = [n for j, n in enumerate(value) if j not in (*summed[1 - i], *batch[1 - i])]
-                widths = tuple((("value", j), n) for j, n in enumerate(free))
+                bound = (*summed[1 - i], *batch[1 - i])
+                free_axes = [j for j in range(len(value)) if j not in bound]
+                widths = tuple((("value", j), value[k]) for j, k in enumerate(free_axes))
                 values: list[Axis] = [(name,) if n != 1 else () for name, n in widths]
                 names = [x.axes[j] for j in batch[i]]
                 rows = [y for j, y in enumerate(x.axes) if j not in (*summed[i], *batch[i])]
                 axes = [*names, *rows, *values] if i == 0 else [*names, *values, *rows]
-                x = x._replace(kind="numerator", axes=axes, output=number, operand=i, widths=widths)
-                self.numerators[x.product, number] = x
+                over = frozenset(atom for j in summed[i] for atom in x.axes[j])
+                if self.is_one(op.inputs[1 - i]):
+                    axes = [() if axis in values else axis for axis in axes]
+                    self.of[number][x.product] = x._replace(kind="sum", axes=axes, over=over)
+                    continue
+                ranges = ((j, self.ones(op.inputs[1 - i], k)) for j, k in enumerate(free_axes))
+                ones = next(((j, *both) for j, both in ranges if both), None)
+                x = x._replace(kind="numerator", axes=axes, over=over, output=number, operand=i)
+                x = x._replace(widths=widths, ones=ones)
+                self.of[number][x.product] = self.numerators[x.product, number] = x
             if late:
-                return [x for x in self.numerators.values() if x.output == number]
+                return []
         return []
 
     def _followed(self, number: int, op: Op, inputs: list[Lazy | None]) -> Lazy | None:
@@ -193,13 +202,18 @@ class Walk:
             after = {"exp": "exp", "exp2": "exp", "reduce_sum": "sum"}.get(op.name, "")
             known = {("scores", "exp"), ("row", "exp"), ("exp", "sum")}
             kind = after if (x.kind, after) in known else x.kind
-            if x.kind == "numerator" and op.name == "div" and self._is_normalized(x, inputs):
+            if x.kind == "numerator" and self._is_normalized(x, op, inputs):
                 kind = "output"
             return x._replace(kind=kind, why=str(reason))
 
-    def _is_normalized(self, x: Lazy, inputs: list[Lazy | None]) -> bool:
+    def _is_normalized(self, x: Lazy, op: Op, inputs: list[Lazy | None]) -> bool:
         """True for a numerator that is divided by a sum, or by a part of itself."""
-        sound = not self.numerators[x.product, x.output].why
+        if x.ones is not None and op.name in ("div", "mul"):
+            return all(inputs)
+        if op.name != "div":
+            return False
+        first = self.numerators.get((x.product, x.output))
+        sound = first is not None and not first.why
         return any(y and y.kind in DIVIDED for y in inputs) or (sound and all(inputs))
 
     def _ruled(self, number: int, op: Op, inputs: list[Lazy | None], x: Lazy) -> Lazy | None:
@@ -230,6 +244,8 @@ class Walk:
         if x.kind == "numerator":
             return f"its product with the values is changed by {op.name} before it is divided"
         drops = self._is_random(op, inputs)
+        if x.kind == "exp" and not drops:
+            return f"its exponentials are changed by {op.name} before they are divided by their sum"
         return CHANGED.format("as by dropout" if drops else f"by {op.name}")
 
     def varies(self, ref: Ref) -> bool:
@@ -254,6 +270,33 @@ class Walk:
                 return np.asarray(Constants(self.program).read(ref)).item()
         except Traced:
             return None
+
+    def is_one(self, ref: Ref) -> bool:
+        """True for an array whose entries are all 1, written in the code."""
+        value = self.origin(ref).value
+        is_array = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
+        return self.number(ref) == 1 or (is_array and bool(np.all(np.asarray(value) == 1)))
+
+    def ones(self, ref: Ref, axis: int) -> tuple[int, int] | None:
+        """The range on an axis where an array was joined to one of ones, or padded by them."""
+        op = self._op(ref)
+        while op is not None and op.name in ("transpose", "convert_element_type", "copy"):
+            axis = op.equation.params["permutation"][axis] if op.name == "transpose" else axis
+            op = self._op(op.inputs[0])
+        if op is None or op.name not in ("concatenate", "pad"):
+            return None
+        n = op.equation.outvars[0].aval.shape[axis]
+        if op.name == "pad":
+            grown = [(i, x) for i, x in enumerate(op.equation.params["padding_config"]) if any(x)]
+            low, high = map(int, grown[0][1][:2])
+            if [i for i, _ in grown] != [axis] or self.number(op.inputs[1]) != 1 or low * high:
+                return None
+            return (0, low) if low else (n - high, n)
+        if op.equation.params["dimension"] != axis:
+            return None
+        ends = np.cumsum([x.aval.shape[axis] for x in op.equation.invars]).tolist()
+        ranges = zip(op.inputs, [0, *ends], ends, strict=False)
+        return next(((low, high) for x, low, high in ranges if self.is_one(x)), None)
 
     def is_mask(self, ref: Ref, x: Lazy, when: bool) -> bool:
         """True if the scores are masked already except where this is true, or false."""
@@ -334,7 +377,7 @@ def _scores(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | No
     if x.shifts or x.joined:
         return x if name in SAME and (x.shifts or name not in MOVES) else None
     if name in ("concatenate", "pad"):
-        return _with_sinks(op, inputs, x)
+        return _with_sinks(walk, op, inputs, x)
     affine = name in SAME | {"neg", "add", "add_any", "sub", "mul", "select_n"}
     return x._replace(goal=number) if affine or (name == "div" and inputs[0]) else None
 
@@ -350,6 +393,8 @@ def _sum(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | None:
     name, first = op.name, inputs[0]
     if name in SAME | {"abs"}:
         return x
+    if x.kind == "sum" and name == "reduce_sum" and not x.sinks:
+        return x._replace(over=x.over | _over(op, inputs))
     if x.kind == "log_sum" and name == "add":
         row = next(ref for y, ref in zip(inputs, op.inputs, strict=True) if y.kind == "row")
         rows = tuple(y for y in x.shifts if y[0] != walk.origin(row).op)
@@ -401,11 +446,37 @@ def _flags(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | Non
 def _numerator(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | None:
     if op.name in MOVES | {"convert_element_type"}:
         return x._replace(tail=(*x.tail, number))
+    if op.name == "slice":
+        return _columns(number, op, x)
     above, below = inputs if len(inputs) == 2 else (None, None)
-    if op.name == "div" and above and below and above.kind == "numerator" and below.kind == "sum":
+    if op.name == "mul" and below and below.kind == "numerator":
+        above, below = below, above
+    if above and below and (op.name, above.kind, below.kind) in QUOTIENTS:
         result = _divided(above, below, "output")
         return result and result._replace(tail=(*x.tail, number))
     return None
+
+
+QUOTIENTS = {("div", "numerator", "sum"), ("mul", "numerator", "inverse")}
+
+
+def _columns(number: int, op: Op, x: Lazy) -> Lazy | None:
+    """Columns of a numerator: a sum of the exponentials where the values are 1."""
+    cut = _cut(op)
+    if len(cut) != 1 or x.ones is None:
+        return None
+    ((i, low, high), (j, start, stop)), axes = (*cut, x.ones), list(x.axes)
+    if axes[i] != (("value", j),):
+        return None
+    if start <= low and high <= stop:
+        axes[i] = ()
+        return x._replace(kind="sum", axes=axes, output=-1, widths=(), ones=None, tail=())
+    if low < stop and start < high:
+        return None
+    axes[i] = axes[i] if high - low != 1 else ()
+    widths = dict(x.widths) | {("value", j): high - low}
+    tail = (*x.tail, number)
+    return x._replace(axes=axes, widths=tuple(widths.items()), ones=None, tail=tail)
 
 
 def _divided(above: Lazy, below: Lazy, kind: str) -> Lazy | None:
@@ -433,7 +504,7 @@ def _the_same(walk: Walk, op: Op, inputs: list, x: Lazy) -> Lazy | None:
     return x if value is not None and NEUTRAL[name](value) else None
 
 
-def _with_sinks(op: Op, inputs: list, x: Lazy) -> Lazy | None:
+def _with_sinks(walk: Walk, op: Op, inputs: list, x: Lazy) -> Lazy | None:
     """Scores that sinks are joined to, before or after the keys."""
     if op.name == "pad":
         config = op.equation.params["padding_config"]
@@ -443,10 +514,12 @@ def _with_sinks(op: Op, inputs: list, x: Lazy) -> Lazy | None:
         low, high, _ = grown[0]
         sinks = (Sink(op.inputs[1], op.equation.invars[1].aval, x.axes, True),) * (low + high)
     else:
-        if sum(y is not None for y in inputs) > 1:
-            raise Unfit("scores of several products are joined")
         axis, at = op.equation.params["dimension"], next(i for i, y in enumerate(inputs) if y)
         avals = [y.aval for y in op.equation.invars]
+        for i, ref in enumerate(op.inputs):
+            scored = any(y.kind == "scores" for y in walk.at(ref).values())
+            if i != at and scored and avals[i].shape[axis] > 1:
+                raise Unfit("scores of several products are joined: join their keys and values")
         low, high = (sum(y.shape[axis] for y in z) for z in (avals[:at], avals[at + 1 :]))
         both = enumerate(zip(op.inputs, avals, strict=True))
         sinks = tuple(Sink(ref, aval, x.axes, True) for i, (ref, aval) in both if i != at)
@@ -455,10 +528,18 @@ def _with_sinks(op: Op, inputs: list, x: Lazy) -> Lazy | None:
 
 def _without_sinks(op: Op, x: Lazy) -> Lazy | None:
     """Keys that are left where the sinks are cut off."""
+    cut, shape = _cut(op), op.equation.invars[0].aval.shape
+    left = [(low, shape[i] - high) for i, low, high in cut]
+    return x._replace(joined=None) if left == [x.joined] else None
+
+
+def _cut(op: Op) -> list[tuple[int, int, int]]:
+    """Axes of which a slice leaves a range, with the range."""
     shape, given = op.equation.invars[0].aval.shape, op.equation.params
-    edges = zip(given["start_indices"], given["limit_indices"], shape, strict=True)
-    cut = [(low, n - high) for low, high, n in edges if low or high != n]
-    return x._replace(joined=None) if cut == [x.joined] else None
+    if any(step != 1 for step in given["strides"] or ()):
+        return []
+    edges = enumerate(zip(given["start_indices"], given["limit_indices"], shape, strict=True))
+    return [(i, low, high) for i, (low, high, n) in edges if low or high != n]
 
 
 def _over(op: Op, inputs: list) -> frozenset:

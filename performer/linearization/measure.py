@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from performer.calibration import pair_moments
 from performer.linearization import reading
+from performer.linearization.factors import Factors
 from performer.linearization.layers import Layer
 from performer.linearization.layout import Unfit
 from performer.linearization.masks import KINDS, NO_SLOPE, alibi_slopes, fits
@@ -84,12 +85,14 @@ class Record(NamedTuple):
     count: Annotated[Any, added]
     batches: Annotated[Any, added]
     slopes: Annotated[Any, added]
-    """Slopes of ALiBi, one for each head, summed over batches."""
+    """Slopes of ALiBi, one for each head, summed over batches; in the second row as for `alibi`."""
     scale: Annotated[Any, largest]
     """The largest of each head."""
     same_heads: Annotated[Any, both]
+    same_in_groups: Annotated[Any, both]
+    """True if scale and bias of the keys are the same for all query heads of a key head."""
     alibi: Annotated[Any, both]
-    """True if the bias has the form of ALiBi's."""
+    """True if the bias has the form of ALiBi's; second, without numbers of each key."""
     exact: Annotated[Any, both]
     """True if softmax of what was read is what the program computes."""
     all_keys: Annotated[Any, both]
@@ -97,7 +100,7 @@ class Record(NamedTuple):
     fits: Annotated[Any, both]
     """For each kind of masks: whether the mask is of it."""
     kinds: Annotated[Any, both]
-    """True for each kind as which the mask is read in linear time."""
+    """True for each kind as which the mask is read in linear time; two rows as of `alibi`."""
     held_out: Annotated[Sample, first_examples]
     fitted: Annotated[Sample, first_examples]
 
@@ -221,18 +224,23 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
         raise ValueError(
             f"{path}: queries or keys are not finite: is there a NaN in the batches or parameters?"
         )
+    alibi = record.alibi & np.all(slopes > -NO_SLOPE, axis=1)
     kinds = record.fits & record.kinds
+    plain, biased = alibi & kinds.any(axis=1)
+    has_key_bias = bool(biased and not plain)
+    slopes, kinds = slopes[int(has_key_bias)], kinds[int(has_key_bias)]
     requirements = {
         "its masks differ between heads (the last batch axis of the scores)": record.same_heads,
-        "a bias that is no mask": record.alibi & np.all(slopes > -NO_SLOPE),
+        "its scale or bias of the keys differs between query heads of one key head": (
+            record.same_in_groups
+        ),
+        "a bias that is no mask": alibi.any(),
         "softmax(scale q.k + bias) v is not what it computes: are its weights changed"
         " after the softmax?": record.exact,
         "its masks are neither of keys, nor causal, nor of packed sequences with as many queries"
         " as keys": record.fits.any(),
-        "its masks or bias cannot be read in linear time: are positions or segments compared that"
-        " differ between queries and keys, or is a bias of the keys computed from arguments?": (
-            kinds.any()
-        ),
+        "its masks cannot be read in linear time: are positions or segments compared that differ"
+        " between queries and keys?": kinds.any(),
     }
     for reason, holds in requirements.items():
         if not holds:
@@ -241,6 +249,8 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
     held_out, fitted = record.held_out, record.fitted
     if "segments" not in kind:
         held_out, fitted = (x._replace(segments=None) for x in (held_out, fitted))
+    if not has_key_bias:
+        held_out, fitted = (x._replace(key_bias=None) for x in (held_out, fitted))
     return Layer(
         path=path,
         moments=jnp.asarray(record.moments / record.count),
@@ -249,6 +259,7 @@ def layer_of(observed: Observed, path: str, calls: Sequence[tuple[int, tuple[int
         kind=kind,
         scale=jnp.asarray(record.scale),
         slopes=jnp.asarray(np.maximum(slopes, 0)) if np.any(slopes > NO_SLOPE) else None,
+        has_key_bias=has_key_bias,
         masked=any(observed.places[i].place.sources for i, _ in calls),
         padded=not record.all_keys,
         calls=tuple(calls),
@@ -294,6 +305,8 @@ def examples(
         )
     if layer.held_out.segments is None:
         samples = [sample._replace(segments=None) for sample in samples]
+    if layer.held_out.key_bias is None:
+        samples = [sample._replace(key_bias=None) for sample in samples]
     return jax.tree.map(lambda *x: jnp.asarray(np.concatenate(x)), *samples)
 
 
@@ -398,9 +411,12 @@ class Read(NamedTuple):
     scale: Float[Array, "..."]
     """(b, n, t, s) with axes of length 1 not broadcast, or a number."""
     value: Array
-    kinds: Bool[Array, " 4"]
-    """The kinds of its mask by which it is read in linear time."""
+    kinds: Bool[Array, "2 4"]
+    """`Record.kinds`."""
     sinks: Float[Array, "b n"] | None
+    key_bias: Float[Array, "b heads 1 s"] | None
+    """Numbers of each key in the bias; None if there are none."""
+    same_in_groups: Bool[Array, ""]
 
 
 def read(values: Values, place: Place, zero: Array) -> Read:
@@ -415,21 +431,37 @@ def read(values: Values, place: Place, zero: Array) -> Read:
     queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
     if visible.shape[1] == visible.shape[2]:  # padding is no query, though it sees earlier keys
         queries &= keys
-    first = reading.read(values, place, KINDS[0], None)
-    query, key, _ = first.scaled(query, key)
+    has_key_bias = bool(Factors.of(values.program, place).of_keys)
+    first = reading.read(values, place, KINDS[0], None, has_key_bias)
+    query, key, same = first.scaled(query, key)
+    by_head = None
+    if first.key_bias is not None:
+        by_head, same_bias = reading.of_key_heads(first.key_bias.astype(dtype), key.shape[2])
+        same &= same_bias
     by_key = 1 if first.key_scale is None else first.key_scale
     scale = (first.scale * by_key).astype(dtype)
-    sample = Sample(query, key, queries, keys, jnp.argmax(visible, axis=-1))
-    agree = jnp.stack([_agrees(values, place, kind, visible, queries, bias) for kind in KINDS])
-    return Read(sample, visible, bias, scale, value, agree, first.sinks)
+    sample = Sample(query, key, queries, keys, jnp.argmax(visible, axis=-1), by_head)
+    agree = [_agrees(values, place, kind, visible, queries, bias) for kind in KINDS]
+    others = [jnp.array(False)] * len(KINDS)
+    if first.key_bias is not None:
+        rest = bias - first.key_bias
+        others = [_agrees(values, place, kind, visible, queries, rest, True) for kind in KINDS]
+    kinds = jnp.stack([jnp.stack(agree), jnp.stack(others)])
+    return Read(sample, visible, bias, scale, value, kinds, first.sinks, first.key_bias, same)
 
 
 def _agrees(
-    values: Values, place: Place, kind: str, visible: Array, queries: Array, bias: Array
+    values: Values,
+    place: Place,
+    kind: str,
+    visible: Array,
+    queries: Array,
+    bias: Array,
+    has_key_bias: bool = False,
 ) -> Bool[Array, ""]:
     """True if what is read in linear time is what all pairs have."""
     try:
-        found = reading.read(values, place, kind, None)
+        found = reading.read(values, place, kind, None, has_key_bias)
     except Unfit:
         return jnp.array(False)
     valid = jnp.array(all(found.agrees.values()))
@@ -453,7 +485,7 @@ def _record(alone: Alone, leaves: list[Array], zero: Array, whole: bool) -> Reco
     Zero is an argument, for XLA would fold scores of a constant: minutes at 577 tokens.
     """
     place, values = alone.place, alone.values(leaves)
-    sample, visible, bias, scale, value, by_kind, sinks = read(values, place, zero)
+    sample, visible, bias, scale, value, by_kind, sinks, key_bias, same = read(values, place, zero)
     training, held_out = parted(sample)
     if whole:
         return training
@@ -466,6 +498,9 @@ def _record(alone: Alone, leaves: list[Array], zero: Array, whole: bool) -> Reco
     allowed = bias > MASKED
     exact = _is_softmax(values, place, sinks, logits, allowed, value, output)
     slopes, alibi = alibi_slopes(bias, allowed)
+    others, another = jnp.zeros_like(slopes), jnp.array(False)
+    if key_bias is not None:
+        others, another = alibi_slopes(bias - key_bias, allowed)
     count = jnp.float32(sample.queries.size)
     fitted_to = jnp.asarray(~is_held_out(len(bias)))
     pairs = (visible & (sample.queries & fitted_to[:, None])[..., None])[:, None]
@@ -474,10 +509,11 @@ def _record(alone: Alone, leaves: list[Array], zero: Array, whole: bool) -> Reco
         moments=pair_moments(sample.query, sample.key, mask=pairs) * count,
         count=count,
         batches=jnp.float32(1),
-        slopes=slopes,
+        slopes=jnp.stack([slopes, others]),
         scale=jnp.broadcast_to(jnp.max(_all_axes(scale), axis=(0, 2, 3)), (n,)),
         same_heads=jnp.all(allowed == visible[:, None]),
-        alibi=alibi,
+        same_in_groups=same,
+        alibi=jnp.stack([alibi, another]),
         exact=exact,
         all_keys=jnp.all(sample.keys),
         fits=jnp.stack([fits(visible, kind) for kind in KINDS]),

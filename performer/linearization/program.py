@@ -157,7 +157,7 @@ def _inlined(
         inner = None if here in whole else _called(equation)
         inner_scope = f"{scope}/{equation.source_info.name_stack}"
         if inner is not None:
-            is_jit = equation.primitive.name in INLINED
+            is_jit = equation.primitive.name in (*INLINED, "split")
             called = equation.params.get("name", "") if is_jit else ""
             around = custom if is_jit else (*custom, here)
             outputs = _inlined(*inner, sources, ops, f"{inner_scope}/{called}", whole, here, around)
@@ -175,6 +175,8 @@ def _called(equation: Any) -> tuple[Any, Sequence[Any]] | None:
     attention.
     """
     name, parameters = equation.primitive.name, equation.params
+    if name == "split":
+        return _slices(equation).jaxpr, ()
     inner = next(
         (parameters[x] for x in ("call_jaxpr", "fun_jaxpr", "jaxpr") if x in parameters), None
     )
@@ -183,6 +185,18 @@ def _called(equation: Any) -> tuple[Any, Sequence[Any]] | None:
         return None
     assert inner is not None
     return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+
+
+def _slices(equation: Any) -> Any:
+    """A split as slices: an operation of a program that is followed has one output."""
+    axis, ends = equation.params["axis"], np.cumsum(equation.params["sizes"]).tolist()
+    aval = equation.invars[0].aval
+
+    def slices(x: Array) -> list[Array]:
+        both = zip([0, *ends], ends, strict=False)
+        return [jax.lax.slice_in_dim(x, low, high, axis=axis) for low, high in both]
+
+    return jax.make_jaxpr(slices)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
 
 def _words(jaxpr: Any) -> set[str]:
@@ -373,7 +387,7 @@ def run(
             )
             values.of[number] = [output]
         elif number in divisions:
-            values.of[number] = [values.read(op.inputs[0])]
+            values.of[number] = [values.read(divisions[number])]
         elif op.body is not None and settings.get(number):
             read = [values.read(op.known.get(i, ref)) for i, ref in enumerate(op.inputs)]
             values.of[number], kept[number] = _run_body(
@@ -438,15 +452,19 @@ def _needed(program: Program, settings: dict[int, Any]) -> list[int]:
         if number in program.places and settings.get(number, ()) != ():
             refs = _read_by(program, program.places[number])
         elif number in divisions:
-            refs = refs[:1]
+            refs = [divisions[number]]
         left += [ref.op for ref in refs]
     return sorted(needed)
 
 
-def _divisions(program: Program, settings: dict[int, Any]) -> set[int]:
-    """Divisions after the products of places that are replaced."""
+def _divisions(program: Program, settings: dict[int, Any]) -> dict[int, Ref]:
+    """Divisions after the products of places that are replaced, and what they divide."""
     replaced = [program.places[i] for i in program.places if settings.get(i, ()) != ()]
-    return {place.tail[-1] for place in replaced if place.tail}
+    above = {place.tail[-1]: [place.output, *place.moves][-1] for place in replaced if place.tail}
+    return {
+        number: next(ref for ref in program.ops[number].inputs if ref.op == numerator)
+        for number, numerator in above.items()
+    }
 
 
 def _read_by(program: Program, place: Place) -> list[Ref]:

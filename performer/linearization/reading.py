@@ -47,25 +47,31 @@ class Reading(NamedTuple):
     """Whether the arguments are; None if they have no part in it."""
     sinks: Float[Array, "b n"] | None
     """Logits of no key, several as one."""
+    key_bias: Float[Array, "b heads 1 s"] | None
+    """Numbers of each key that are added to the scores; None if they are not read."""
 
-    def scaled(self, query: Array, key: Array) -> tuple[Array, Array, Array | None]:
-        """Queries (b, t, n, h), keys (b, s, k, h) for scale 1 / sqrt(h), and whether all is well.
+    def scaled(self, query: Array, key: Array) -> tuple[Array, Array, Array]:
+        """Queries (b, t, n, h) and keys (b, s, k, h) for scale 1 / sqrt(h).
 
-        A scale of each key must be the same for all query heads of a key head.
+        The third result is true if the scale of each key is the same for all query heads of a key
+        head.
         """
         scale = jnp.swapaxes(self.scale.reshape(self.scale.shape or (1, 1, 1, 1)), 1, 2)
         query = (query.astype(float32_or_wider(query)) * scale * query.shape[-1] ** 0.5).astype(
             query.dtype
         )
         if self.key_scale is None:
-            return query, key, self.valid
-        b, n, _, s = self.key_scale.shape
-        k = key.shape[2] if n > 1 else 1
-        heads = self.key_scale.reshape(b, k, -1, s)
-        valid = jnp.all(heads == heads[:, :, :1])
-        factor = jnp.swapaxes(heads[:, :, 0], 1, 2)[..., None]
-        key = (key.astype(float32_or_wider(key)) * factor).astype(key.dtype)
-        return query, key, valid if self.valid is None else valid & self.valid
+            return query, key, jnp.array(True)
+        factor, same = of_key_heads(self.key_scale, key.shape[2])
+        key = (key.astype(float32_or_wider(key)) * factor[..., None]).astype(key.dtype)
+        return query, key, same
+
+
+def of_key_heads(x: Float[Array, "b heads 1 s"], heads: int) -> tuple[Array, Array]:
+    """Numbers of each key as (b, s, k), and true if the query heads of a key head have the same."""
+    b, n, _, s = x.shape
+    x = x.reshape(b, heads if n > 1 else 1, -1, s)
+    return jnp.swapaxes(x[:, :, 0], 1, 2), jnp.all(x == x[:, :, :1])
 
 
 def computed(function: Callable[..., Any], *arrays: Array) -> Any:
@@ -77,7 +83,11 @@ def computed(function: Callable[..., Any], *arrays: Array) -> Any:
 
 
 def read(
-    values: Values, place: Place, kind: str, slopes: Float[np.ndarray, " n"] | None
+    values: Values,
+    place: Place,
+    kind: str,
+    slopes: Float[np.ndarray, " n"] | None,
+    has_key_bias: bool = False,
 ) -> Reading:
     """Read a place.
 
@@ -86,16 +96,19 @@ def read(
         place: where.
         kind: of its masks, one of `masks.KINDS`.
         slopes: of ALiBi, compared with those that are written in the code; None to take these.
+        has_key_bias: true if numbers of the keys that are added to the scores are a bias. Without
+            it those of arguments must be a mask, and those in the code a mask or ALiBi.
 
     Raises:
         Unfit: if linear time does not suffice.
     """
-    reader = _Reader(values, place, kind, Factors.of(values.program, place))
+    reader = _Reader(values, place, kind, has_key_bias, Factors.of(values.program, place))
     keys, segments = reader.mask()
     constant = reader.constant_scale()
     alibi = reader.slopes(slopes)
+    key_bias = reader.key_bias()
     facts = constant, keys, segments, alibi, reader.agrees, reader.valid(), reader.sinks()
-    return Reading(*reader.scales(), *facts)
+    return Reading(*reader.scales(), *facts, key_bias)
 
 
 @dataclass
@@ -105,6 +118,7 @@ class _Reader:
     values: Values
     place: Place
     kind: str
+    has_key_bias: bool
     factors: Factors
     checks: list[Array] = field(default_factory=list)
     """What must be true of the arguments."""
@@ -113,8 +127,7 @@ class _Reader:
     @property
     def lengths(self) -> tuple[Any, Any]:
         """Numbers of queries and keys."""
-        sizes, layout = self.place.layout.sizes, self.place.layout
-        return sizes[layout.time], sizes[layout.keys]
+        return self.place.layout.lengths
 
     @property
     def fixed(self) -> tuple[int, int]:
@@ -159,10 +172,11 @@ class _Reader:
 
     def at(self, part: Part, rows: np.ndarray | None) -> Array:
         """A part at some queries, all if None."""
-        axes = [i for i, axis in enumerate(part.axes) if self.place.layout.time in axis]
-        if rows is None or not axes or part.tree.shape[axes[0]] == 1:
+        time = self.place.layout.time
+        if rows is None or not part.along(time):
             return self.array(part)
-        if len(part.axes[axes[0]]) > 1:  # heads in one axis with the queries
+        axes = [i for i, axis in enumerate(part.axes) if not {*time}.isdisjoint(axis)]
+        if len(time) > 1 or len(part.axes[axes[0]]) > 1:  # heads in one axis with the queries
             return self.array(part)[:, :, rows]
         return self.array(part, lambda x: x if x.shape[axes[0]] == 1 else x.take(rows, axes[0]))
 
@@ -246,14 +260,18 @@ class _Reader:
                 keys &= self.array(part).astype(bool) == when
             elif not part.along(layout.time):  # of queries it drops out, of heads it does not
                 self.checks.append(jnp.all(self.array(part).astype(bool) == when))
-        for term in self.factors.keys:
-            keys &= self.seen(term)
+        for term in self.factors.of_keys if self.has_key_bias else self.factors.keys:
+            keys &= self.unmasked(term)[0] if self.has_key_bias else self.seen(term)
         return keys
+
+    def unmasked(self, term: Term) -> tuple[Array, Array]:
+        """Pairs that a term does not mask, and the numbers that it adds to the scores."""
+        x = self.product(term.factors, self.array(term.part))
+        return ~(x <= MASKED), x  # NaN masks nothing: it must not be lost
 
     def seen(self, term: Term) -> Array:
         """Pairs that a term does not mask; all others must be one number."""
-        x = self.product(term.factors, self.array(term.part))
-        seen = x > MASKED
+        seen, x = self.unmasked(term)
         high = jnp.max(jnp.where(seen, x, -jnp.inf), axis=-1)
         low = jnp.min(jnp.where(seen, x, jnp.inf), axis=-1)
         self.checks.append(jnp.all((high - low <= 1e-3) | (high < low)))
@@ -303,9 +321,11 @@ class _Reader:
         seen = jnp.ones((1, s), bool)
         if t != s:
             return ~seen
+        if len(layout.time) > 1:
+            return seen
         for part, when in self.masks_over_pairs():
             time, keys = (
-                next(i for i, axis in enumerate(part.axes) if x in axis)
+                next(i for i, axis in enumerate(part.axes) if x[0] in axis)
                 for x in (layout.time, layout.keys)
             )
             if part.tree.varies or max(len(part.axes[i]) for i in (time, keys)) > 1:
@@ -381,6 +401,15 @@ class _Reader:
 
     # Bias
 
+    def key_bias(self) -> Array | None:
+        """Numbers of each key, (b, 1 or n, 1, s); 0 for a key that they mask."""
+        if not self.has_key_bias:
+            return None
+        both = [self.unmasked(term) for term in self.factors.of_keys]
+        total = sum((jnp.where(seen, x, 0) for seen, x in both), jnp.zeros((1, 1, 1, 1)))
+        b, (_, s) = self.place.layout.batch_size, self.lengths
+        return jnp.broadcast_to(total, (b, *total.shape[1:3], s))
+
     def slopes(self, slopes: np.ndarray | None) -> Array | None:
         """Slopes that arguments have a part in; compares those written in the code."""
         if not (self.is_written or np.any(slopes)):
@@ -390,10 +419,13 @@ class _Reader:
         with jax.ensure_compile_time_eval():
             visible = self.constants(self.rows)
             fixed: Any = jnp.zeros((1, 1, len(self.rows), self.lengths[1]))
-            for term in self.factors.constants:
+            terms = self.factors.constants
+            if self.has_key_bias:
+                terms = [x for x in terms if x.part.along(self.place.layout.time)]
+            for term in terms:
                 if not term.varies:
                     fixed = fixed + self.product(term.factors, self.at(term.part, self.rows))
-            varying = [x for x in self.factors.constants if x.varies]
+            varying = [x for x in terms if x.varies]
             if slopes is not None and not varying:
                 level, seen = self.joined(fixed, visible, len(slopes))
                 self.agrees["bias"] = bool(

@@ -216,6 +216,7 @@ def replacements(
         if options.time:
             first, named = layers[numbers[0]], measured.places[place]
             kind: Any = dict(kind=first.kind, masked=first.masked, slopes=first.slopes is not None)
+            kind["key_bias"] = first.has_key_bias
             tables[place] = table(named, options.time, **kind)
         keyed = [(keys[i], layers[i]) for i in numbers]
         steps = _Steps(keyed, tables.get(place), options, show, {})

@@ -48,8 +48,10 @@ KERNELS = ("flash", "attention", "attn", "mha", "fmha")
 NAMES = ("name", "name_and_src_info", "target_name")
 """Parameters of operations that name a kernel."""
 OPAQUE = {"ffi_call", "custom_call", "pure_callback", "io_callback", "pallas_call"}
-SEVERAL = "its keys, or entries of queries and keys, have more than one axis: reshape them to one"
-SUMS_HEADS = "its product with the values sums over heads also: sum over heads after it"
+SUMS_HEADS = (
+    "its product with the values sums over more axes than the softmax, as over heads: sum over"
+    " these after it"
+)
 TABLE = (
     "its keys or values are an argument or a constant that all examples share, as the table of a"
     " vocabulary or of bins: parameters are no tokens (tokens of one example need an axis of"
@@ -179,13 +181,17 @@ def _place(walk: Walk, x: Lazy) -> Place | None:
     axes = walk.at(weights)[scores].axes
     (contracted, _), _ = ops[scores].equation.params["dimension_numbers"]
     summed, batch = product.params["dimension_numbers"]
-    one_axis = len(contracted) == len(summed[0]) == 1
+    keys = [axes[i] for i in summed[x.operand]]
+    whole = {atom for axis in keys for atom in axis}
+    is_whole = len(contracted) == len(keys) == 1 or (all(keys) and whole == x.over)
     path, tail = _between(program, scores, Ref(output)), list(x.tail)
     if x.kind == "output" and not x.why:
-        below = _between(program, scores, ops[tail[-1]].inputs[1])
+        above = [output, *tail[:-1]][-1]
+        (divisor,) = (ref for ref in ops[tail[-1]].inputs if ref.op != above)
+        below = _between(program, scores, divisor)
         tail = [*sorted({*tail[:-1], *below} - {*path}), tail[-1]]
     words = tuple(ops[i].name for i in (scores, *path, *tail) if ops[i].name not in MOVED)
-    if [product.invars[x.operand].aval.shape[i] for i in summed[x.operand]] == [1]:
+    if {product.invars[x.operand].aval.shape[i] for i in summed[x.operand]} == {1}:
         program.attention |= {scores, *path, *tail}
         program.single[output] = words
         return None
@@ -194,22 +200,17 @@ def _place(walk: Walk, x: Lazy) -> Place | None:
         raise Unfit("its scores are complex: make real and imaginary parts entries of one axis")
     if x.kind != "numerator" and not jnp.issubdtype(dtype, jnp.floating):
         raise Unfit("its scores are integers, of quantized queries and keys")
-    if x.why and one_axis:
+    if x.why and is_whole:
         raise Unfit(x.why)
-    keys = [axes[i] for i in summed[x.operand]]
-    whole = {atom for axis in keys for atom in axis}
-    if max(len(contracted), *map(len, [keys, *keys])) > 1 and all(keys):
-        if whole == x.over:
-            raise Unfit(SEVERAL)
-        if len(keys) > 1 and batch[0] and x.over < whole:  # a projection of heads has no batch axes
-            raise Unfit(SUMS_HEADS)
+    if len(keys) > 1 and all(keys) and batch[0] and x.over < whole:
+        raise Unfit(SUMS_HEADS)  # a projection of heads has no batch axes
     if x.why:
         return None
     layout = Layout.of(ops[scores].equation, product, x.operand, axes)
     if layout is None:
-        if program.scanned is not None and one_axis:
+        if program.scanned is not None and is_whole:
             raise Unfit(LOOP)
-        if one_axis and any(atom[0] == "batch" for atom in whole):
+        if is_whole and any(atom[0] == "batch" for atom in whole):
             raise Unfit(f"{NOT_READ}: its weights are multiplied along heads or examples")
         return None
     if _is_read_elsewhere(program, scores, output, weights, tail):
@@ -227,7 +228,7 @@ def _place(walk: Walk, x: Lazy) -> Place | None:
             return None
         raise Unfit(TABLE)
     rows = [over for _, over in x.shifts]
-    if x.kind == "numerator" or x.over != {layout.keys} or not all(layout.keys in y for y in rows):
+    if x.kind == "numerator" or x.over != whole or not all(whole <= y for y in rows):
         raise Unfit(NOT_DIVIDED)
     chain = _between(program, scores, Ref(x.goal))
     known = {i: walk.of[i][scores].axes for i in chain}
@@ -288,10 +289,10 @@ def _is_table(walk: Walk, scores: int, output: int, layout: Layout) -> bool:
     """True for keys or values without an axis of examples that are not computed from tokens."""
     program, ops, sizes = walk.program, walk.program.ops, layout.sizes
     query, key = (ops[scores].inputs[i] for i in layout.operands)
-    others = [atom for atom, n in sizes.items() if n != 1 and atom != layout.keys]
-    batch = [x for x in others if x[0] in ("batch", layout.keys[0])]  # axes that the keys have
-    values, (names, *_) = ops[output].inputs[layout.values], layout.value_dims
-    batch_of_values = [x for axis in names for x in axis if x in others]
+    others = [atom for atom, n in sizes.items() if n != 1 and atom not in layout.keys]
+    batch = [x for x in others if x[0] in ("batch", layout.keys[0][0])]  # axes that the keys have
+    values, (names, _, count) = ops[output].inputs[layout.values], layout.value_dims
+    batch_of_values = [x for axis in names[:count] for x in axis if x in others]
 
     def is_given(ref: Ref) -> bool:
         return not walk.varies(ref) or _is_raw(program, ref)
@@ -299,7 +300,7 @@ def _is_table(walk: Walk, scores: int, output: int, layout: Layout) -> bool:
     if not batch and not walk.varies(key):
         return True
     if not batch and _is_raw(program, key):
-        return len(others) > 1 or not _is_raw(program, query)
+        return len(others) > len(layout.time) or not _is_raw(program, query)
     return bool(batch) and not batch_of_values and is_given(values)
 
 
@@ -315,6 +316,8 @@ def _is_read_elsewhere(
 ) -> bool:
     """True if more than the product with the values reads the scores, weights, or parts of them."""
     inside = {scores, *_between(program, scores, weights), *tail[:-1]}
+    if tail:
+        inside.add(output)  # it is divided when the place is replaced
     refs = list(program.outputs)
     for number, op in enumerate(program.ops):
         if number not in (*inside, output, *tail[-1:]):

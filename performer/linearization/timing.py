@@ -119,7 +119,13 @@ TABLES: dict[Any, Table] = {}
 
 
 def table(
-    named: Named, what: str, *, kind: str = "of keys", masked: bool = False, slopes: bool = False
+    named: Named,
+    what: str,
+    *,
+    kind: str = "of keys",
+    masked: bool = False,
+    slopes: bool = False,
+    key_bias: bool = False,
 ) -> Table:
     """Return the table of a place.
 
@@ -129,9 +135,10 @@ def table(
         kind: kind of its masks, of `masks.KINDS`.
         masked: true if it has masks.
         slopes: true if it has slopes of ALiBi.
+        key_bias: true if numbers of each key are added to the scores.
     """
     alone, is_trained = Alone.of(named.program, named.place), what == "train"
-    kinds = kind, masked, slopes, is_trained
+    kinds = kind, masked, slopes, key_bias, is_trained
     key = *alone.text(), kinds, jax.devices()[0].device_kind
     if key not in TABLES:
         function = with_gradient(alone.attend) if is_trained else alone.attend
@@ -146,6 +153,7 @@ def _replaced(
     kind: str,
     is_masked: bool,
     has_slopes: bool,
+    has_key_bias: bool,
     is_trained: bool,
     features: Features,
     query: Array,
@@ -159,8 +167,9 @@ def _replaced(
         options["mask"] = jnp.isfinite(key[:, :, 0, 0])[:, None, None]
     if "segments" in kind:
         options["segment_ids"] = jnp.zeros((b, s), jnp.int32)
-    if has_slopes:
-        options["bias"] = Bias(decay=-jnp.ones(query.shape[2]) / s)
+    options["bias"] = Bias(
+        key[..., 0] if has_key_bias else None, -jnp.ones(query.shape[2]) / s if has_slopes else None
+    )
     attend = partial(performer_attention, features=features, **options)
     return (with_gradient(attend) if is_trained else attend)(query, key, value)
 

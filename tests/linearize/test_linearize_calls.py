@@ -165,6 +165,38 @@ def test_beside_a_shard_map():
     agree(new, function, normal(1, 3, 9, 8))
 
 
+def late_bias(x):
+    """A bias of the keys from position 13 on."""
+    return attend(True, x, jnp.where(jnp.arange(x.shape[1]) > 12, 1.0, 0.0))
+
+
+def test_a_bias_of_keys_that_the_batches_did_not_have():
+    """It is read at each length if a batch had it, else an error."""
+    longer = replaced(late_bias, [normal(0, 2, 16, 8)], **KEYS)
+    for t in (1, 9, 16, 20):
+        agree(longer, late_bias, normal(t, 2, t, 8))
+    shorter = replaced(late_bias, [normal(0, 2, 9, 8)], **KEYS)
+    agree(shorter, late_bias, normal(0, 2, 12, 8))
+    with pytest.raises(ValueError, match="its bias is of another kind with 16 queries"):
+        shorter(normal(1, 2, 16, 8))
+
+
+def on_a_grid(x):
+    """Queries and keys on two axes, causal in the order of the rows."""
+    _, i, j, _ = x.shape
+    scores = jnp.einsum("bijh,bklh->bijkl", x, x) / 3
+    mask = jnp.tri(i * j, dtype=bool).reshape(i, j, i, j)
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e9), axis=(3, 4))
+    return jnp.einsum("bijkl,bklh->bijh", weights, x)
+
+
+@pytest.mark.parametrize("measured", [(2, 3)], ids=str)
+def test_a_grid_of_another_size(measured):
+    new = replaced(on_a_grid, [normal(0, 2, *measured, 8)], **EXACT)
+    for b, *sizes in ((1, 4, 5), (3, 5, 3), (2, 1, 4), (2, 4, 1), (2, 1, 1)):
+        agree(new, on_a_grid, normal(b, b, *sizes, 8))
+
+
 # Masks, biases and scales that are constants of the program
 
 
@@ -443,13 +475,6 @@ def towards_far_keys(x):
     return attend(tri(x), x, 0.2 * (i[:, None] - i))
 
 
-def on_a_grid(x):
-    """Keys on two axes."""
-    x = x.reshape(2, 2, 3, 8)
-    weights = jax.nn.softmax(jnp.einsum("bijh,bklh->bijkl", x, x), axis=(3, 4))
-    return jnp.einsum("bijkl,bklh->bijh", weights, x)
-
-
 def quantized(x):
     scores = jnp.einsum("bth,bsh->bts", *[x.astype(jnp.int8)] * 2, preferred_element_type=jnp.int32)
     return jax.nn.softmax(scores / 9) @ x
@@ -494,12 +519,11 @@ SOME = {
     stopped: "cut by stop_gradient",
     shared_keys: "heads that its keys do not have",
     mean_of_heads: "changed after the softmax, by reduce_sum",
-    sum_over_heads: "sums over heads also",
+    sum_over_heads: "sums over more axes than the softmax",
     over_queries: "not divided by their sum over the keys",
     squared: "changed after the softmax, by integer_pow",
     rounded: "changed by round",
     towards_far_keys: "a bias that is no mask",
-    on_a_grid: "have more than one axis",
     quantized: "integers",
     complex_scores: "are complex",
     weights_of_masked_pairs: "changed after the softmax",

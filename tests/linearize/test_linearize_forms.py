@@ -1,5 +1,6 @@
 """`performer.linearize` of the forms of attention in `tests.support.forms`."""
 
+import math
 import warnings
 
 import jax
@@ -42,6 +43,7 @@ def rows(form):
 
 
 CORE = [forms.padding_causal, forms.segments_causal, forms.divided_late_causal, forms.one_more]
+CORE += [forms.relevance_causal, forms.column_of_ones_causal, forms.grid_by_hand]
 
 
 @pytest.mark.parametrize("form", tiers([*ALONG_FACTORS, *READ], CORE, name))
@@ -89,10 +91,16 @@ OTHERS = [
     forms.divided_late_causal,
     forms.base_two_causal,
     forms.cosine,
+    forms.column_of_ones_causal,
+    forms.grid,
+    forms.grid_by_hand,
 ]
 
 
-@pytest.mark.parametrize("form", tiers([*ALONG_FACTORS, *OTHERS], CORE[:1], name))
+LINEAR = [forms.padding_causal, forms.grid_by_hand]
+
+
+@pytest.mark.parametrize("form", tiers([*ALONG_FACTORS, *OTHERS], LINEAR, name))
 def test_no_array_over_pairs(form):
     """The new function is linear in the length: masks, biases and scales are read as factors."""
     new, _ = performer.linearize(form, [arguments(form)], num_features=4, exact=Exact(0))
@@ -102,7 +110,7 @@ def test_no_array_over_pairs(form):
         shape = (1, TOKENS) if more.ndim == 2 else more.shape
         heads.append(jax.ShapeDtypeStruct(shape, more.dtype))
     traced = jax.make_jaxpr(new)(*heads)
-    assert not [x for x in shapes(traced.jaxpr) if x.count(TOKENS) > 1]
+    assert not [x for x in shapes(traced.jaxpr) if math.prod(x) >= TOKENS**2]
 
 
 def falling(q, k, v, slope):
@@ -125,3 +133,44 @@ def test_an_argument_of_another_kind_gives_nan(form):
     compiled = jax.jit(new)
     assert jnp.isfinite(compiled(*tokens, more)).all()
     assert jnp.isnan(compiled(*tokens, more * factor)).all()
+
+
+def added(q, k, v, numbers):
+    """Numbers of the keys, which are a mask if they are 0 or below -9000."""
+    return forms.attend(q, k, v, bias=numbers[:, None, None])
+
+
+MASK = np.where(forms.VALID, 0, -1e9).astype(np.float32)
+NUMBERS = np.linspace(-2, 2, forms.B * forms.T, dtype=np.float32).reshape(forms.B, forms.T)
+
+
+def test_numbers_of_keys_are_a_bias_if_those_of_the_batches_were():
+    """A bias may be a mask, but a mask is no bias: then the output is NaN."""
+    tokens = [normal(i, x) for i, x in enumerate(forms.heads())]
+    batches = [(*tokens, MASK), (*tokens, NUMBERS)]
+    biased, _ = performer.linearize(added, batches, **ALL)
+    masked, _ = performer.linearize(added, batches[:1], **ALL)
+    for numbers in (MASK, NUMBERS, MASK + NUMBERS):
+        np.testing.assert_allclose(biased(*tokens, numbers), added(*tokens, numbers), atol=1e-5)
+    assert jnp.isfinite(masked(*tokens, MASK)).all()
+    assert jnp.isnan(masked(*tokens, NUMBERS)).all()
+    assert jnp.isnan(biased(*tokens, np.where(NUMBERS < 0, np.nan, NUMBERS))).any()
+
+
+def test_a_bias_of_keys_has_a_derivative():
+    batch = [*(normal(i, x) for i, x in enumerate(forms.heads())), NUMBERS]
+    new, _ = performer.linearize(added, [batch], **ALL)
+    got, want = (jax.grad(lambda x, f=f: jnp.sum(f(*batch[:3], x) ** 2)) for f in (new, added))
+    np.testing.assert_allclose(got(NUMBERS), want(NUMBERS), atol=1e-4)
+
+
+def test_the_error_is_of_attention_with_the_bias_of_keys():
+    """Where the bias leaves one key, that attention is easy: its row is 1 there."""
+    batch = [*(normal(i, x) for i, x in enumerate(forms.heads())), NUMBERS]
+    errors = []
+    for number in (1, 100):
+        _, report = performer.linearize(
+            added, [(*batch[:3], number * NUMBERS)], num_features=4, time=None
+        )
+        errors.append(max(row["attention error"] for row in report.rows))
+    assert errors[1] < 1e-3 < errors[0]

@@ -29,10 +29,12 @@ def sample(value, count=3, length=2):
     return Sample.of(*[jnp.full((count, length, 1, 1), value)] * 2)
 
 
+FLAGS = ("same_heads", "same_in_groups", "alibi", "exact", "all_keys", "fits", "kinds")
+
+
 def record(value, flags, **fields):
     numbers = dict.fromkeys(("moments", "count", "batches", "slopes", "scale"), np.array([value]))
-    names = ("same_heads", "alibi", "exact", "all_keys", "fits", "kinds")
-    numbers |= dict.fromkeys(names, np.array(flags))
+    numbers |= dict.fromkeys(FLAGS, np.array(flags))
     return Record(**numbers | dict(held_out=sample(value), fitted=sample(value)) | fields)
 
 
@@ -42,7 +44,7 @@ def test_records_merge_by_the_rules_of_their_fields():
     for name in ("moments", "count", "batches", "slopes"):
         assert getattr(both, name) == 3, name
     assert both.scale == 2
-    for name in ("same_heads", "alibi", "exact", "all_keys", "fits", "kinds"):
+    for name in FLAGS:
         np.testing.assert_array_equal(getattr(both, name), [True, False], name)
     np.testing.assert_array_equal(both.fitted.key.ravel(), np.repeat([1, 2], 6))
     hints = get_type_hints(Record, include_extras=True)

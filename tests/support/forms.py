@@ -126,6 +126,12 @@ def slopes_of_keys(q, k, v, slope):
     return attend(q, k, v, tri(t), jnp.abs(slope)[:, None, None] * jnp.arange(t))
 
 
+def slopes_of_counted_keys(q, k, v, valid):
+    """BLOOM: positions are counted without padding, so that the code has no distance."""
+    bias = SLOPES[:, None, None] * (jnp.cumsum(valid, axis=1) - 1)[:, None, None]
+    return attend(q, k, v, tri(q.shape[1]) & valid[:, None, None], bias)
+
+
 def temperature(q, k, v, number):
     s = jnp.einsum("btnh,bsnh->bnts", q, k) * jnp.exp(number)[:, None, None]
     return output(jax.nn.softmax(jnp.where(tri(q.shape[1]), s, -1e9)), v)
@@ -144,6 +150,30 @@ def mask_after_the_sum(q, k, v, valid):
     return output(jax.nn.softmax(scores(q, k), axis=-1, where=mask), v)
 
 
+def relevance(q, k, v, numbers):
+    """A number of each key, of the example."""
+    return attend(q, k, v, bias=numbers[:, None, None])
+
+
+def relevance_causal(q, k, v, numbers):
+    """A gate of each key, scaled with the scores."""
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) + jax.nn.log_sigmoid(5 * numbers)[:, None, None]
+    return output(jax.nn.softmax(jnp.where(tri(q.shape[1]), s / 3, -1e9)), v)
+
+
+def relevance_of_heads(q, k, v, numbers):
+    """A slope of each head, without a causal mask: no ALiBi. One key is masked."""
+    at = jnp.arange(q.shape[1])
+    return attend(q, k, v, bias=numbers[:, None, None] * jnp.where(at == 1, -1e9, at))
+
+
+def minus_squared_distance(q, k, v, number):
+    """The norms of the keys are a bias."""
+    norms = [jnp.sum(x**2, axis=-1).swapaxes(1, 2) for x in (q, k)]
+    s = 2 * jnp.einsum("btnh,bsnh->bnts", q, k) - norms[0][..., None] - norms[1][..., None, :]
+    return output(jax.nn.softmax(number[:, None, None] * s / 5), v)
+
+
 VALID = np.arange(T) < np.array([[T], [T - 5]])
 IDS = np.array([[1] * 5 + [2] * 4 + [3] * 3, [1] * 2 + [2] * 7 + [0] * 3])
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
@@ -151,9 +181,11 @@ QUERIES = np.linspace(0.2, 0.6, B * T, dtype=np.float32).reshape(B, T)
 ALONG_FACTORS = {
     **dict.fromkeys((padding, padding_causal, padding_as_bias, padding_times_number), VALID),
     **dict.fromkeys((padding_forbidden, keys_as_bias, positions, mask_after_the_sum), VALID),
+    slopes_of_counted_keys: VALID,
     **dict.fromkeys((segments, segments_causal, segments_in_where), IDS),
     **dict.fromkeys((slopes, slopes_of_keys, temperature), SLOPES),
-    temperature_of_queries: QUERIES,
+    **dict.fromkeys((temperature_of_queries, relevance, relevance_causal), QUERIES),
+    **dict.fromkeys((relevance_of_heads, minus_squared_distance), SLOPES),
 }
 """Form -> its last argument; they are read in linear time."""
 
@@ -190,6 +222,33 @@ def divided_late_causal(q, k, v):
     return output(e, v) / jnp.maximum(total, 1e-9).swapaxes(1, 2)[..., None]
 
 
+def with_ones(v):
+    return jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+
+
+def column_of_ones(q, k, v):
+    """The sum is a column of the product."""
+    o = output(jnp.exp(scores(q, k)), with_ones(v))
+    return o[..., :-1] / (o[..., -1:] + 1e-8)
+
+
+def column_of_ones_causal(q, k, v):
+    """The first column, by pad and split, with a reciprocal; head by head."""
+
+    def one(q, k, v):
+        s = jnp.where(tri(len(q)), q @ k.T / 3, -1e9)
+        o = jnp.exp(s - s.max(-1, keepdims=True)) @ jnp.pad(v, ((0, 0), (1, 0)), constant_values=1)
+        total, above = jnp.split(o, [1], axis=-1)
+        return (1 / total) * above
+
+    return jax.vmap(jax.vmap(one, 1, 1))(q, k, v)
+
+
+def product_with_ones(q, k, v):
+    e = jnp.exp(scores(q, k))
+    return output(e, v) / output(e, np.ones((*k.shape[:3], 1), np.float32))
+
+
 def unshifted(q, k, v):
     e = jnp.exp(scores(q, k))
     return output(e / (jnp.sum(e, axis=-1, keepdims=True) + 1e-8), v)
@@ -203,6 +262,45 @@ def one_more(q, k, v):
 
 def log_softmax(q, k, v):
     return output(jnp.exp(jax.nn.log_softmax(scores(q, k))), v)
+
+
+def prior(q, k, v):
+    """A number of each key, written in the code."""
+    return attend(q, k, v, bias=jnp.log1p(jnp.arange(q.shape[1], dtype=jnp.float32)))
+
+
+def rows_and_columns(*arrays):
+    """Tokens on two axes."""
+    return (x.reshape(len(x), -1, 4, *x.shape[2:]) for x in arrays)
+
+
+def grid(q, k, v):
+    q, k, v = rows_and_columns(q, k, v)
+    s = jnp.einsum("bijnh,bklnh->bnijkl", q, k) / 3
+    return jnp.einsum("bnijkl,bklnh->bijnh", jax.nn.softmax(s, axis=(-2, -1)), v)
+
+
+def grid_by_hand(q, k, v):
+    """Reduced in two steps, the keys transposed, a bias of each column of keys."""
+    q, k, v = rows_and_columns(q, k, v)
+    s = jnp.einsum("bijnh,blknh->bijnkl", q, k.swapaxes(1, 2)) + jnp.arange(4) / 3
+    e = jnp.exp(s / 3 - (s / 3).max(-1).max(-1)[..., None, None])
+    return jnp.einsum("bijnkl,bklnh->bijnh", e, v) / e.sum(-1).sum(-1)[..., None]
+
+
+def grid_as_tokens(q, k, v):
+    """Each row sees itself; weights on one axis of the keys."""
+    x, y, _ = rows_and_columns(q, k, v)
+    s = jnp.einsum("bijnh,bklnh->bnijkl", x, y) / 3
+    s = jnp.where(jnp.eye(x.shape[1], dtype=bool)[:, None, :, None], s, -jnp.inf)
+    weights = jax.nn.softmax(s.reshape(*s.shape[:4], -1))
+    return jnp.einsum("bnijs,bsnh->bijnh", weights, v)
+
+
+def entries_on_two_axes(q, k, v):
+    """Heads are entries."""
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bts", q, k) / 3)
+    return jnp.einsum("bts,bsnh->btnh", weights, v)
 
 
 def cosine(q, k, v):
@@ -284,7 +382,8 @@ def layers_in_a_scan(q, k, v):
 
 READ = (
     *(base_two, base_two_causal, divided_late, divided_late_causal, unshifted, one_more),
-    *(log_softmax, cosine),
+    *(log_softmax, cosine, prior, column_of_ones, column_of_ones_causal, product_with_ones),
+    *(grid, grid_by_hand, grid_as_tokens, entries_on_two_axes),
     *(qk_norm, scale_after_mask, negative_scale, minus_a_penalty, log_of_the_mask, batch_last),
     *(heads_as_many_as_tokens, keys_first, grouped, repeated_keys, under_checkpoint, under_vmap),
     layers_in_a_scan,
@@ -320,6 +419,68 @@ def halves_are_merged(q, k, v):
     return (parts[0][0] + parts[1][0]) / (parts[0][1] + parts[1][1])
 
 
+def numerator_is_returned(q, k, v):
+    e = jnp.exp(scores(q, k))
+    o = jnp.einsum("bnts,bsnh->bnth", e, v)
+    return o / jnp.sum(e, axis=-1, keepdims=True), o
+
+
+def halves_of_a_numerator(q, k, v):
+    """Columns that are divided apart."""
+    o = output(jnp.exp(scores(q, k)), with_ones(v))
+    return o[..., :4] / o[..., -1:], 2 * o[..., 4:-1] / o[..., -1:]
+
+
+def divided_by_another_column(q, k, v):
+    o = output(jnp.exp(scores(q, k)), with_ones(v))
+    return o[..., 1:] / o[..., :1]
+
+
+def divided_by_a_product(q, k, v):
+    """With numbers that are not 1."""
+    e = jnp.exp(scores(q, k))
+    return output(e, v) / output(e, np.full((*k.shape[:3], 1), 2, np.float32))
+
+
+def column_of_twos(q, k, v):
+    """Half of attention."""
+    twos = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=2)
+    o = output(jnp.exp(scores(q, k)), twos)
+    return o[..., :-1] / o[..., -1:]
+
+
+def grid_causal_in_rows(q, k, v):
+    """Rows see earlier rows, as frames of a video."""
+    q, k, v = rows_and_columns(q, k, v)
+    s = jnp.einsum("bijnh,bklnh->bnijkl", q, k) / 3
+    s = jnp.where(tri(q.shape[1])[:, None, :, None], s, -1e9)
+    return jnp.einsum("bnijkl,bklnh->bijnh", jax.nn.softmax(s, axis=(-2, -1)), v)
+
+
+def softmax_of_each_row(q, k, v):
+    """Over the columns of keys; rows are summed."""
+    q, k, v = rows_and_columns(q, k, v)
+    s = jnp.einsum("bijnh,bklnh->bnijkl", q, k) / 3
+    return jnp.einsum("bnijkl,bklnh->bijnh", jax.nn.softmax(s), v)
+
+
+def masked_exponentials(q, k, v):
+    """The scores have no mask."""
+    o = output(jnp.where(tri(T), jnp.exp(scores(q, k)), 0), with_ones(v))
+    return o[..., :-1] / o[..., -1:]
+
+
+def joined_after_the_scale(q, k, v):
+    s = [scores(q, x) for x in jnp.split(k, 2, axis=1)]
+    return output(jax.nn.softmax(jnp.concatenate(s, axis=-1)), v)
+
+
+def every_second_key(q, k, v):
+    """The weights of a sink and of half of the keys are left out."""
+    s = jnp.concatenate([jnp.zeros((B, N, T, 1)), scores(q, k)], axis=-1)
+    return output(jax.nn.softmax(s)[..., 1::2], v[:, ::2])
+
+
 def loop_over_queries(q, k, v):
     def one(q):
         weights = jax.nn.softmax(jnp.einsum("bnh,bsnh->bns", q, k))
@@ -345,6 +506,11 @@ def table_of_distances(q, k, v, table):
     """T5: the table is a parameter."""
     i = jnp.arange(T)
     return attend(q, k, v, bias=table[:, i[:, None] - i + T])
+
+
+def relevance_in_groups(q, k, v, numbers):
+    """Two query heads of a key head have two biases."""
+    return jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2], bias=numbers[None, :, None])
 
 
 def either_exists(q, k, v, valid):
@@ -398,10 +564,21 @@ EXACT = {
     expected_bin: "that all examples share",
     sum_is_returned: "read elsewhere",
     halves_are_merged: "changed by add before it is divided",
+    numerator_is_returned: "read elsewhere",
+    halves_of_a_numerator: "read elsewhere",
+    divided_by_a_product: "changed by div before it is divided",
+    grid_causal_in_rows: "neither of keys, nor causal",
+    softmax_of_each_row: "sums over more axes than the softmax",
+    column_of_twos: "changed by slice before it is divided",
+    divided_by_another_column: "changed by slice before it is divided",
+    masked_exponentials: "exponentials are changed by select_n",
+    joined_after_the_scale: "scores of several products are joined",
+    every_second_key: "changed after the softmax, by slice",
     loop_over_queries: "in a loop over queries",
     loop_over_blocks: "in a loop over queries",
     relative_bias: "a bias that is no mask",
     table_of_distances: "computed for all pairs of a query and a key, by gather",
+    relevance_in_groups: "differs between query heads of one key head",
     either_exists: "no product of one of the queries and one of the keys, by or",
     window: "neither of keys, nor causal",
     capped: "changed by tanh",
@@ -415,6 +592,7 @@ EXACT = {
 """Form -> why it stays exact."""
 MORE = {
     table_of_distances: np.sin(np.arange(2.0 * T * N)).reshape(N, 2 * T),
+    relevance_in_groups: np.sin(np.arange(N * float(T))).reshape(N, T),
     either_exists: VALID,
     weights_where_masked: np.ones((B, T), bool),
 }

@@ -386,7 +386,7 @@ def transformers_t5_cross(q, k, v, valid=VALID):
     return output(jax.nn.softmax(s), v)
 
 
-@exact("a bias of the keys computed from arguments", measured=True)
+@read
 def transformers_bloom(q, k, v, valid=VALID, slopes=SLOPES):
     """transformers, BLOOM: slopes times positions that are counted without padding."""
     at = (jnp.cumsum(valid, axis=-1) - 1) * valid
@@ -874,7 +874,7 @@ def matching_network(q, k, v):
     return jax.nn.softmax(jnp.einsum("btnh,sh->btns", q, support)) @ labels
 
 
-@exact("a bias that is no mask|differs|depends on the key", measured=True)
+@read
 def lipschitz_distances(q, k, v):
     """L2 attention: minus squared distances."""
     squares = [jnp.sum(x**2, axis=-1).swapaxes(1, 2) for x in (q, k)]
@@ -1164,7 +1164,7 @@ def inverse_of_the_sum(q, k, v):
     return output(e * (1.0 / jnp.sum(e, -1, keepdims=True)), v)
 
 
-@exact("changed by slice before it is divided")
+@read
 def sum_by_a_product(q, k, v):
     """The sum is the product with ones: values have a column more."""
     e = jnp.exp(scores(q, k))
