@@ -78,9 +78,14 @@ def logits(model: nnx.Module, pixels: Any) -> Any:
     return cast("Any", model)(pixels)[0]
 
 
+def forward(graph: Any, state: Any, pixels: Any) -> Any:
+    """Return the logits of pictures, of a model in two parts."""
+    return logits(nnx.merge(graph, state), pixels)
+
+
 def predicted(graph: Any, state: Any, pixels: Any) -> Any:
     """Return the classes of pictures."""
-    return jnp.argmax(logits(nnx.merge(graph, state), pixels), axis=-1)
+    return jnp.argmax(forward(graph, state, pixels), axis=-1)
 
 
 def timed(
@@ -97,19 +102,19 @@ def timed(
         repeats: passes of each model; the best counts.
     """
 
-    def forward(graph: Any, state: Any, x: Any) -> Any:
+    def outputs(graph: Any, state: Any, x: Any) -> Any:
         return output(nnx.merge(graph, state), x)
 
     def gradients(graph: Any, state: Any, x: Any) -> Any:
         parameters, others = state.split(nnx.Param, ...)
 
         def total(parameters: Any) -> Any:
-            return jnp.sum(forward(graph, nnx.merge_state(parameters, others), x) ** 2)
+            return jnp.sum(outputs(graph, nnx.merge_state(parameters, others), x) ** 2)
 
         return jax.grad(total)(parameters)
 
     rows: list[Row] = [{} for _ in models]
-    for name, function in {"forward": forward, "training": gradients}.items():
+    for name, function in {"forward": outputs, "training": gradients}.items():
         programs = []
         for model, x in zip(models, inputs, strict=True):
             graph, state = nnx.split(model)
