@@ -2,14 +2,15 @@
 
     python -m experiments.language_model converted --runs=runs/softmax,runs/window,runs/both
 
-Each run is evaluated on all held-out windows. What it loses against the first run of the same
-length, which has softmax attention, is paired, window by window. Then a forward pass and a pass
-with gradients of one window take turns, and a text is continued after the first `after` held-out
-characters; the best of `repeats` counts.
+Each run is evaluated on all held-out windows, of its own length or of `length` characters. The nats
+that it loses against the first run of the same length, which has softmax attention, are paired,
+window by window. Then a forward pass and a pass with gradients of one window take turns, and a text
+is continued after the first `after` held-out characters; the best of `repeats` counts.
 
     converted.csv    loss, nats lost, milliseconds, memory; characters/s and state in generation
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +18,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from experiments.language_model import generate
+from experiments.language_model import generate, text
 from experiments.language_model.model import cross_entropies
+from vit import config as configs
 from vit.run import runs as run_folders
 from vit.speed import converted
 from vit.study import harness, launch, statistics, timing
@@ -26,6 +28,16 @@ from vit.study import harness, launch, statistics, timing
 Row = harness.Row
 PIECES = 8
 """Pieces of `generate.PIECE` characters in a timed continuation."""
+
+
+def opened(folder: Path, length: int) -> run_folders.Restored:
+    """Return a run, with windows of another length if it is not 0."""
+    run = run_folders.restore(folder)
+    if not length:
+        return run
+    dataset = text.dataset(text.read(run.config.data.text), length)
+    config = configs.with_values(run.config, {"data.length": length})
+    return dataclasses.replace(run, config=config, dataset=dataset)
 
 
 def losses(run: run_folders.Restored) -> np.ndarray:
@@ -60,9 +72,9 @@ def continuation(run: run_folders.Restored, after: int, repeats: int) -> Row:
     return {"characters/s": PIECES * generate.PIECE / best, "state, MiB": size / 2**20}
 
 
-def compared(folders: Sequence[Path], after: int, repeats: int) -> list[Row]:
+def compared(folders: Sequence[Path], length: int, after: int, repeats: int) -> list[Row]:
     """Return the rows of runs of one length, the first of which has softmax attention."""
-    restored = [run_folders.restore(folder) for folder in folders]
+    restored = [opened(folder, length) for folder in folders]
     found = [losses(run) for run in restored]
     inputs = [next(run.eval_batches())["tokens"][:1, :-1] for run in restored]
     models = [run.model() for run in restored]
@@ -81,6 +93,7 @@ def compared(folders: Sequence[Path], after: int, repeats: int) -> list[Row]:
 
 def main(
     runs: Sequence[str],
+    length: int = 0,
     after: int = 8000,
     repeats: int = 5,
     out: Path = Path("results/language_model"),
@@ -90,6 +103,7 @@ def main(
     Args:
         runs: folders of runs. The first of each length has softmax attention; those after it are
             compared with it.
+        length: characters of a window; those of the run if 0.
         after: characters before the continuation that is timed.
         repeats: timed passes of each run, in turn.
         out: folder of the table.
@@ -99,7 +113,7 @@ def main(
             than `after` characters are held out.
     """
     groups = converted.by_size(runs, lambda config: config.data.length)
-    rows = [row for group in groups for row in compared(group, after, repeats)]
+    rows = [row for group in groups for row in compared(group, length, after, repeats)]
     harness.show(rows, out / "converted", text=timing.hardware())
 
 

@@ -171,6 +171,10 @@ def test_a_run_and_what_it_is_converted_to(tmp_path):
     keys = 2 * (40 + 9 * generate.PIECE) * 16 * 4  # keys and values of one layer of width 16
     assert float(exact["state, MiB"]) == pytest.approx((keys + 4) / 2**20)
     assert float(new["state, MiB"]) < float(exact["state, MiB"])
+    converted.main([str(tmp_path / "run")], length=16, after=40, repeats=2, out=tmp_path)
+    (shorter,) = read_csv(tmp_path / "converted.csv")
+    assert int(shorter["windows"]) == 2 * int(exact["windows"]) + 1  # the held-out text is short
+    assert float(shorter["loss"]) != float(exact["loss"])
     with pytest.raises(ValueError, match="is the first run of its size: give softmax first"):
         converted.main([str(out)], out=tmp_path)
     with pytest.raises(ValueError, match="after=8000, but 1.. characters are held out"):
