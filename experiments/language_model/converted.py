@@ -12,6 +12,7 @@ is continued after the first `after` held-out characters; the best of `repeats` 
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import jax
@@ -40,16 +41,21 @@ def opened(folder: Path, length: int) -> run_folders.Restored:
     return dataclasses.replace(run, config=config, dataset=dataset)
 
 
-def losses(run: run_folders.Restored) -> np.ndarray:
-    """Return losses (windows, 2) in nats a character: of all characters, and of the second half."""
+def losses(run: run_folders.Restored, windows: int = 0) -> np.ndarray:
+    """Return losses (windows, 2) in nats a character: of all characters, and of the second half.
+
+    Args:
+        run: a run of the language model.
+        windows: held-out windows that are evaluated, 0 for all.
+    """
     graph, state = nnx.split(run.model())
     entropies = jax.jit(lambda state, batch: cross_entropies(nnx.merge(graph, state), batch))
-    found = []
-    for batch in run.eval_batches():
+    found, batches = [], -(-windows // run.config.data.batch_size) or None
+    for batch in islice(run.eval_batches(), batches):
         values = np.asarray(entropies(state, batch), np.float64)
         halves = [values.mean(axis=1), values[:, values.shape[1] // 2 :].mean(axis=1)]
         found.append(np.stack(halves, axis=1)[np.asarray(batch["mask"]) > 0])
-    return np.concatenate(found)
+    return np.concatenate(found)[: windows or None]
 
 
 def continuation(run: run_folders.Restored, after: int, repeats: int) -> Row:
@@ -72,10 +78,12 @@ def continuation(run: run_folders.Restored, after: int, repeats: int) -> Row:
     return {"characters/s": PIECES * generate.PIECE / best, "state, MiB": size / 2**20}
 
 
-def compared(folders: Sequence[Path], length: int, after: int, repeats: int) -> list[Row]:
+def compared(
+    folders: Sequence[Path], length: int, windows: int, after: int, repeats: int
+) -> list[Row]:
     """Return the rows of runs of one length, the first of which has softmax attention."""
     restored = [opened(folder, length) for folder in folders]
-    found = [losses(run) for run in restored]
+    found = [losses(run, windows) for run in restored]
     inputs = [next(run.eval_batches())["tokens"][:1, :-1] for run in restored]
     models = [run.model() for run in restored]
     times = converted.timed(models, inputs, lambda model, tokens: model(tokens), repeats)
@@ -94,6 +102,7 @@ def compared(folders: Sequence[Path], length: int, after: int, repeats: int) -> 
 def main(
     runs: Sequence[str],
     length: int = 0,
+    windows: int = 0,
     after: int = 8000,
     repeats: int = 5,
     out: Path = Path("results/language_model"),
@@ -104,6 +113,7 @@ def main(
         runs: folders of runs. The first of each length has softmax attention; those after it are
             compared with it.
         length: characters of a window; those of the run if 0.
+        windows: held-out windows that are evaluated, 0 for all.
         after: characters before the continuation that is timed.
         repeats: timed passes of each run, in turn.
         out: folder of the table.
@@ -113,7 +123,7 @@ def main(
             than `after` characters are held out.
     """
     groups = converted.by_size(runs, lambda config: config.data.length)
-    rows = [row for group in groups for row in compared(group, length, after, repeats)]
+    rows = [row for group in groups for row in compared(group, length, windows, after, repeats)]
     harness.show(rows, out / "converted", text=timing.hardware())
 
 

@@ -175,6 +175,9 @@ def test_a_run_and_what_it_is_converted_to(tmp_path):
     (shorter,) = read_csv(tmp_path / "converted.csv")
     assert int(shorter["windows"]) == 2 * int(exact["windows"]) + 1  # the held-out text is short
     assert float(shorter["loss"]) != float(exact["loss"])
+    converted.main([str(tmp_path / "run")], windows=2, after=40, repeats=2, out=tmp_path)
+    (few,) = read_csv(tmp_path / "converted.csv")
+    assert int(few["windows"]) == 2
     with pytest.raises(ValueError, match="is the first run of its size: give softmax first"):
         converted.main([str(out)], out=tmp_path)
     with pytest.raises(ValueError, match="after=8000, but 1.. characters are held out"):
