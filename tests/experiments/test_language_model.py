@@ -15,6 +15,7 @@ from experiments.language_model.task import Config, Data, Model, layers, task
 from performer.nnx import PerformerAttention
 from tests.support import commands
 from tests.support.small import read_csv
+from tests.support.tiers import tiers
 from vit import compare, convert, evaluate
 from vit.config import Attention, Block, Optimizer, bundled, of_run, validate, with_values
 from vit.reports import metrics
@@ -22,8 +23,6 @@ from vit.run import loop, runs
 from vit.task import random_streams
 from vit.weights import transfer
 from vit.weights.conversion import Case, linearized
-
-pytestmark = pytest.mark.thorough
 
 WORDS = "the quick brown fox jumps over the lazy dog; " * 40
 ATTENTION = {
@@ -81,7 +80,7 @@ def test_the_shortest_text_is_named():
     assert len(shortest.evaluation) == 1
 
 
-@pytest.mark.parametrize("kind", ATTENTION)
+@pytest.mark.parametrize("kind", tiers([*ATTENTION][::-1], 1))
 def test_streaming_is_the_whole_text(kind):
     """In pieces of 9, 1 and 11 characters; and no logit sees a later character."""
     model, *_ = decoder(kind)
@@ -95,6 +94,7 @@ def test_streaming_is_the_whole_text(kind):
     np.testing.assert_allclose(changed[:, :15], whole[:, :15], atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "steps", "m", "window"),
     [("full", 0, 6, 0), ("shift+scale", 3, 6, 4), ("none", 0, 0, 4), ("none", 0, 0, 32)],
@@ -126,6 +126,7 @@ def test_conversion(method, steps, m, window):
         np.testing.assert_array_equal(dict(nnx.to_flat_state(nnx.state(new)))[name], old)
 
 
+@pytest.mark.thorough
 def test_a_run_and_what_it_is_converted_to(tmp_path):
     """Trained, found again, converted and trained on: by the one trainer and the one conversion."""
     source, out = tmp_path / "text", tmp_path / "converted"
@@ -200,6 +201,7 @@ def test_a_run_and_what_it_is_converted_to(tmp_path):
         runs.restore(tmp_path / "run")
 
 
+@pytest.mark.thorough
 def test_couplings_are_compared_by_the_loss(tmp_path):
     report = compare.compare(
         settings("performer", depth=1), tmp_path, couplings=["orf", "softmax"], num_seeds=1
@@ -217,6 +219,7 @@ def test_couplings_are_compared_by_the_loss(tmp_path):
     assert "seeds needed" not in report
 
 
+@pytest.mark.thorough
 def test_the_config_has_every_flag_and_is_compiled_by_a_dry_run():
     path = "experiments/language_model/config.py"
     validate(bundled(path))
@@ -237,6 +240,7 @@ def test_the_config_has_every_flag_and_is_compiled_by_a_dry_run():
         assert err.startswith(message)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -270,6 +274,7 @@ def test_runs_that_cannot_be_are_refused(tmp_path, values, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["softmax", "both"])
 def test_the_likeliest_text(kind):
     """With temperature 0: each character is the likeliest after all before; states keep a size.

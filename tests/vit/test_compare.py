@@ -12,8 +12,6 @@ from vit.reports import metrics
 from vit.run import loop
 from vit.storage import files
 
-pytestmark = pytest.mark.thorough
-
 _shallow = sized(SHALLOW)
 
 
@@ -32,6 +30,7 @@ def compared(tmp_path_factory):
     return out, run(out)
 
 
+@pytest.mark.thorough
 def test_a_run_of_a_comparison_is_that_of_vit_train(compared, tmp_path):
     """With the seed of its folder; other commands open it."""
     workdir = compared[0] / "runs" / "pm" / "seed1"
@@ -74,11 +73,13 @@ def test_the_report_has_what_was_asked_for(compared):
     assert (out / "curves.png").stat().st_size > 5_000
 
 
+@pytest.mark.thorough
 def test_a_finished_comparison_only_reports(compared, monkeypatch):
     monkeypatch.setattr(loop, "compiled", None)
     assert run(compared[0]) == compared[1]
 
 
+@pytest.mark.thorough
 def test_other_runs_in_the_folder_are_refused_and_more_seeds_are_added(compared, tmp_path):
     out = shutil.copytree(compared[0], tmp_path / "out")
     with pytest.raises(ValueError, match="another --out:\n  num_epochs: .* -> 0.1"):
@@ -88,6 +89,7 @@ def test_other_runs_in_the_folder_are_refused_and_more_seeds_are_added(compared,
     assert "look 2 at this folder has the level 0.0083" in text
 
 
+@pytest.mark.thorough
 def test_a_seed_that_diverges_is_reported_and_the_rest_goes_on(compared, tmp_path, monkeypatch):
     """Before the first record of its log; it is not trained again."""
     out, seeds = shutil.copytree(compared[0], tmp_path / "out"), []
@@ -113,6 +115,7 @@ def test_a_seed_that_diverges_is_reported_and_the_rest_goes_on(compared, tmp_pat
     assert read_csv(out / "seeds.csv")[0]["diverged_after_step"] == "0"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -129,6 +132,7 @@ def test_bad_input_is_named_before_any_work(tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_a_report_of_any_finished_runs(compared, tmp_path):
     """What differs in their configs is compared; a run that goes on, or twice the same, is none."""
     folders = [compared[0] / "runs" / "pm" / f"seed{seed}" for seed in (0, 1)]

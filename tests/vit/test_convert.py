@@ -13,8 +13,6 @@ from vit.run import runs
 from vit.speed import converted as speed
 from vit.study import harness
 
-pytestmark = pytest.mark.thorough
-
 _tiny = sized(TINY)
 
 
@@ -70,6 +68,7 @@ def test_report(converted, softmax_run):
     assert mean < float(rows[1]["attention error"])
 
 
+@pytest.mark.thorough
 def test_data_of_other_classes_are_refused(softmax_run, tmp_path, monkeypatch):
     load = data.load
     names = tuple("0123456789X")
@@ -79,6 +78,7 @@ def test_data_of_other_classes_are_refused(softmax_run, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_kept_layers_are_in_the_config_and_stay_softmax(converted):
     out, _ = converted
     (exact,) = softmax_blocks(out)
@@ -91,6 +91,7 @@ def test_kept_layers_are_in_the_config_and_stay_softmax(converted):
         assert (errors[exact] == 0) == (row["calibration"] != "none" or errors[1 - exact] > 0)
 
 
+@pytest.mark.thorough
 def test_with_a_window(softmax_run, tmp_path):
     """The class token is exact; the run is that of its row."""
     out = tmp_path / "window"
@@ -114,6 +115,7 @@ def test_with_a_window(softmax_run, tmp_path):
     assert float(rows[-1]["accuracy"]) == pytest.approx(own, abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_tolerance_chooses_the_sizes_of_each_block(softmax_run, tmp_path):
     """The first block meets it below the limits, the second stays exact; the run is that model."""
     out = tmp_path / "tolerance"
@@ -131,6 +133,7 @@ def test_a_tolerance_chooses_the_sizes_of_each_block(softmax_run, tmp_path):
     assert reported == pytest.approx(evaluate.evaluate_run(out)["eval_accuracy"], abs=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:linearize")
 def test_without_sizes_each_block_has_its_own(softmax_run, tmp_path):
     out = tmp_path / "chosen"
@@ -149,6 +152,7 @@ def test_without_sizes_each_block_has_its_own(softmax_run, tmp_path):
     assert float(last["accuracy"]) == pytest.approx(accuracy, abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_refusals(converted, softmax_run, tmp_path):
     out, _ = converted
 
@@ -168,6 +172,7 @@ def test_refusals(converted, softmax_run, tmp_path):
     refused(softmax_run, "exact_window=-1: must be an integer from 0", exact_window=[0, -1])
 
 
+@pytest.mark.thorough
 def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
     text = evaluate.report_attention(softmax_run, tmp_path / "softmax", images=2, draws=3)
     assert "of 4 heads are worse than uniform attention" in text
@@ -186,6 +191,7 @@ def test_attention_report_of_a_run(softmax_run, converted, tmp_path):
         assert (float(row["attention error"]) == 0) == (row["layer"] == str(exact))
 
 
+@pytest.mark.thorough
 def test_the_attention_of_other_feature_maps_is_not_reported(tmp_path):
     attention = config.Attention(feature_map="relu", num_features=8)
     model = config.Model(variant="XS/2", pooling="token")
@@ -196,6 +202,7 @@ def test_the_attention_of_other_feature_maps_is_not_reported(tmp_path):
         evaluate.report_attention(tmp_path / "run", tmp_path / "own", images=2, draws=3)
 
 
+@pytest.mark.thorough
 def test_converted_run_evaluates_and_trains_on(converted, tmp_path):
     out = shutil.copytree(converted[0], tmp_path / "run")
     settings = config.of_run(out)
@@ -213,6 +220,7 @@ def test_converted_run_evaluates_and_trains_on(converted, tmp_path):
     assert evaluate.evaluate_run(out)["step"] == 2
 
 
+@pytest.mark.thorough
 def test_a_run_and_its_conversion_on_the_same_pictures(converted, softmax_run, tmp_path):
     """Accuracies are those of the evaluation; the paired difference has McNemar's error."""
     settings, other = config.of_run(softmax_run), tmp_path / "other"

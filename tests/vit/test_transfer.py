@@ -14,8 +14,6 @@ from vit import config, data, train, use
 from vit.run import checkpoint, runs
 from vit.weights import positions, transfer
 
-pytestmark = pytest.mark.thorough
-
 SETTINGS = small_config(
     model=config.Model("XS/4"),
     attention=CALIBRATED,
@@ -73,6 +71,7 @@ def test_with_the_same_config_it_is_the_same_function(source, tmp_path):
     assert not np.array_equal(trained.head.kernel[...], new.head.kernel[...])
 
 
+@pytest.mark.thorough
 def test_other_frequencies_are_drawn_and_the_moments_stay(source, tmp_path):
     attention = dataclasses.replace(CALIBRATED, coupling="orf", num_features=6)
     new, old, lines = begun(source, tmp_path / "run", attention=attention)
@@ -87,6 +86,7 @@ def test_other_frequencies_are_drawn_and_the_moments_stay(source, tmp_path):
     ]
 
 
+@pytest.mark.thorough
 def test_learned_features_come_from_a_run_that_has_them(source, tmp_path):
     """Drawn frequencies in their place would be features of another kernel."""
     learned = config.Block(num_features=8, exact_window=2, transferred=True)
@@ -138,6 +138,7 @@ def test_positions_are_resampled(side):
     np.testing.assert_allclose(got, by_hand(table, side), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_larger_image_has_resampled_positions_and_all_else(source, tmp_path):
     section = config.Data(batch_size=32, image_size=16)
     new, old, lines = begun(source, tmp_path / "run", data=section, attention=SOFTMAX)
@@ -147,6 +148,7 @@ def test_a_larger_image_has_resampled_positions_and_all_else(source, tmp_path):
     assert lines[1:] == ["position: resampled from 2 x 2 to 4 x 4 patches"]
 
 
+@pytest.mark.thorough
 def test_other_patches_pooling_and_positions(source, tmp_path):
     model = config.Model("XS/2", pooling="mean", position="sincos")
     new, old, lines = begun(source, tmp_path / "run", model=model)
@@ -164,6 +166,7 @@ def test_other_patches_pooling_and_positions(source, tmp_path):
     np.testing.assert_array_equal(again.head.kernel[...], old.head.kernel[...])
 
 
+@pytest.mark.thorough
 def test_a_head_of_other_classes_is_new(source, tmp_path, monkeypatch):
     load = data.load
     fewer = [r | {"label": r["label"] % 5} for r in load(SETTINGS.data).train]
@@ -188,6 +191,7 @@ def test_a_head_of_other_classes_is_new(source, tmp_path, monkeypatch):
         assert line is None or any(each.startswith(line) for each in lines), lines
 
 
+@pytest.mark.thorough
 def test_a_head_that_reads_another_layer_is_new(source, tmp_path):
     model = dataclasses.replace(SETTINGS.model, pre_logits=True)
     new, old, lines = begun(source, tmp_path / "run", model=model)
@@ -196,6 +200,7 @@ def test_a_head_that_reads_another_layer_is_new(source, tmp_path):
     assert "head: new, for only one of the models has a layer before it" in lines
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_is_refused_and_leaves_nothing(source, tmp_path):
     workdir = tmp_path / "run"
     other = dataclasses.replace(SETTINGS, model=config.Model("Ti/4"))
