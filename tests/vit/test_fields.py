@@ -142,7 +142,7 @@ def test_every_field_has_values():
 
 
 def effect(settings):
-    """What a config is in the end: programs as text, and examples of training and evaluation."""
+    """The programs of a run as text, and examples of training and evaluation."""
     dataset, learned = task.opened(settings)
     run = runs.Run(settings, dataset, learned, devices.mesh(settings, jax.devices()[:1]))
     program, rng = run.program, np.random.default_rng(0)
