@@ -220,7 +220,7 @@ def diffusers_chunks(q, k, v):
     return jax.lax.scan(chunk, 0, None, length=T // 4)[1]
 
 
-@exact("more than one axis|merged with those of other keys")
+@read
 def score_sde_picture(q, k, v):
     """score_sde, DDPM: keys have two axes, which the softmax joins."""
     q, k, v = (x[:, :, 0].reshape(B, 3, T // 3, H) for x in (q, k, v))
