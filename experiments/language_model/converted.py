@@ -41,6 +41,16 @@ def opened(folder: Path, length: int) -> run_folders.Restored:
     return dataclasses.replace(run, config=config, dataset=dataset)
 
 
+def beginning(run: run_folders.Restored, after: int) -> np.ndarray:
+    """Return the first held-out characters; ValueError if there are fewer."""
+    data = run.dataset
+    windows = [data.decode(i, None, None, data)["tokens"][:-1] for i in data.evaluation]
+    tokens = np.concatenate(windows)[:after]
+    if len(tokens) < after:
+        raise ValueError(f"--after={after}, but {len(tokens)} characters are held out")
+    return tokens
+
+
 def losses(run: run_folders.Restored, windows: int = 0) -> np.ndarray:
     """Return losses (windows, 2) in nats a character: of all characters, and of the second half.
 
@@ -60,11 +70,7 @@ def losses(run: run_folders.Restored, windows: int = 0) -> np.ndarray:
 
 def continuation(run: run_folders.Restored, after: int, repeats: int) -> Row:
     """Return characters/s and memory of the state in a continuation after held-out characters."""
-    data = run.dataset
-    windows = [data.decode(i, None, None, data)["tokens"][:-1] for i in data.evaluation]
-    tokens = np.concatenate(windows)[:after]
-    if len(tokens) < after:
-        raise ValueError(f"--after={after}, but {len(tokens)} characters are held out")
+    tokens = beginning(run, after)
     model, room = run.model(), after + (PIECES + 1) * generate.PIECE
     place = generate.begun(model, tokens, room, seed=0)
     place = next(generate.continued(model, place, 0.8))[1]  # compiled by it
@@ -83,6 +89,7 @@ def compared(
 ) -> list[Row]:
     """Return the rows of runs of one length, the first of which has softmax attention."""
     restored = [opened(folder, length) for folder in folders]
+    beginning(restored[0], after)  # before any work
     found = [losses(run, windows) for run in restored]
     inputs = [next(run.eval_batches())["tokens"][:1, :-1] for run in restored]
     models = [run.model() for run in restored]
@@ -112,17 +119,19 @@ def main(
     Args:
         runs: folders of runs. The first of each length has softmax attention; those after it are
             compared with it.
-        length: characters of a window; those of the run if 0.
+        length: characters of a window, 0 for the length of the run.
         windows: held-out windows that are evaluated, 0 for all.
         after: characters before the continuation that is timed.
         repeats: timed passes of each run, in turn.
         out: folder of the table.
 
     Raises:
-        ValueError: without runs, if the first run of a length has no softmax attention, or if fewer
-            than `after` characters are held out.
+        ValueError: without runs, for a run of another task, if the first run of a length has no
+            softmax attention, or if fewer than `after` characters are held out.
     """
-    groups = converted.by_size(runs, lambda config: config.data.length)
+    for folder in runs:
+        generate.check(Path(folder))
+    groups = converted.by_size(runs, lambda config: length or config.data.length)
     rows = [row for group in groups for row in compared(group, length, windows, after, repeats)]
     harness.show(rows, out / "converted", text=timing.hardware())
 

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from experiments.language_model import text
 from experiments.language_model.model import Decoder
 from experiments.language_model.task import Config
+from vit import config as configs
 from vit.config import LARGEST
 from vit.run import runs
 from vit.study import launch
@@ -83,6 +84,13 @@ def _piece(graph, state, temperature, place: Place):
     return jax.lax.scan(step, place, length=PIECE)
 
 
+def check(workdir: Path) -> None:
+    """Raise ValueError for a run that is not of a language model."""
+    config = configs.of_run(workdir)
+    if not isinstance(config, Config):
+        raise ValueError(f"{workdir} holds a run of {config.task!r}, not of a language model")
+
+
 def main(
     workdir: Path,
     prompt: str = "\n",
@@ -105,9 +113,8 @@ def main(
             raise ValueError(f"--{name}={x} must be from 0 to {LARGEST}")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"--temperature={temperature} must be a finite number from 0 on")
+    check(workdir)
     run = runs.restore(workdir)
-    if not isinstance(run.config, Config):
-        raise ValueError(f"{workdir} holds a run of {run.config.task!r}, not of a language model")
     model, characters = run.model(), run.dataset.class_names
     tokens = np.asarray(text.encoded(prompt, characters), np.int32)
     sys.stdout.write(prompt)

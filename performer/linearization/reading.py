@@ -97,7 +97,7 @@ def read(
         kind: of its masks, one of `masks.KINDS`.
         slopes: of ALiBi, compared with those that are written in the code; None to take these.
         has_key_bias: true if numbers of the keys that are added to the scores are a bias. Without
-            it those of arguments must be a mask, and those in the code a mask or ALiBi.
+            it numbers from arguments must be a mask, and numbers in the code a mask or ALiBi.
 
     Raises:
         Unfit: if linear time does not suffice.

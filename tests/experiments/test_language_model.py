@@ -14,10 +14,10 @@ from experiments.language_model.model import cross_entropies, losses
 from experiments.language_model.task import Config, Data, Model, layers, task
 from performer.nnx import PerformerAttention
 from tests.support import commands
-from tests.support.small import read_csv
+from tests.support.small import read_csv, small_config
 from tests.support.tiers import tiers
 from vit import compare, convert, evaluate
-from vit.config import Attention, Block, Optimizer, bundled, of_run, validate, with_values
+from vit.config import Attention, Block, Optimizer, bundled, of_run, save, validate, with_values
 from vit.reports import metrics
 from vit.run import loop, runs
 from vit.task import random_streams
@@ -181,6 +181,11 @@ def test_a_run_and_what_it_is_converted_to(tmp_path):
     assert int(few["windows"]) == 2
     with pytest.raises(ValueError, match="is the first run of its size: give softmax first"):
         converted.main([str(out)], out=tmp_path)
+    images = tmp_path / "images"
+    images.mkdir()
+    save(small_config(), images / "config.json")
+    with pytest.raises(ValueError, match="images holds a run of .*, not of a language model"):
+        converted.main([str(images)], out=tmp_path)
     with pytest.raises(ValueError, match="after=8000, but 1.. characters are held out"):
         converted.main([str(tmp_path / "run")], repeats=2, out=tmp_path)
     trained = loop.train(of_run(out), out)

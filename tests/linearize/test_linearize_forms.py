@@ -165,7 +165,7 @@ def test_a_bias_of_keys_has_a_derivative():
 
 
 def test_the_error_is_of_attention_with_the_bias_of_keys():
-    """Where the bias leaves one key, that attention is easy: its row is 1 there."""
+    """Attention is easy where the bias leaves one key: its row is 1 there."""
     batch = [*(normal(i, x) for i, x in enumerate(forms.heads())), NUMBERS]
     errors = []
     for number in (1, 100):

@@ -193,9 +193,9 @@ def test_photographs_to_equal_accuracy(tmp_path, monkeypatch):
 @pytest.mark.parametrize("quick", [False, True])
 def test_photographs_go_on_from_the_low_resolution(quick, tmp_path):
     """Flags are read as `vit.train` does: runs at 224 pixels begin with the first one's arrays."""
-    found = []
+    folder, found = tmp_path / "my pictures", []
     for case in photographs.cases(quick):
-        words, values = photographs.command(case, tmp_path, tmp_path, quick), flags.FlagValues()
+        words, values = photographs.command(case, folder, folder, quick), flags.FlagValues()
         parameters = arguments.define(train.main, None, values)
         arguments.parse_flags(words[2:], values)
         named = arguments.given(parameters, (), None, values)[1]
@@ -204,11 +204,11 @@ def test_photographs_go_on_from_the_low_resolution(quick, tmp_path):
         found.append((named["workdir"].name, named["init_from"], settings.attention.kind))
         sizes = settings.data.image_size, settings.data.eval_resize
         assert sizes[0] == case["pixels"] <= sizes[1] <= 224
-        assert settings.data.dir == str(tmp_path)
+        assert settings.data.dir == str(folder)
     (start, none, kind), softmax, features = found
     assert (none, kind) == (None, "softmax")
     assert [x[1:] for x in (softmax, features)] == [
-        (tmp_path / start, kind) for kind in photographs.KINDS
+        (folder / start, kind) for kind in photographs.KINDS
     ]
     values = flags.FlagValues()
     arguments.define(convert.main, None, values)

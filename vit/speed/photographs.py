@@ -58,13 +58,13 @@ def command(case: Row, data: Path, runs: Path, quick: bool) -> list[str]:
     """Return the command of a run, which also resumes it."""
     first, pixels = cases(quick)[0], case["pixels"]
     words = [f"--config=imagenette:{'Ti' if quick else 'S'}/8", f"--workdir={folder(runs, case)}"]
-    fields = f"data.dir={data} data.image_size={pixels} num_epochs={case['epochs']}"
-    fields += f" data.eval_resize={min(FULL, round(pixels * 8 / 7))}"
-    fields += f" attention.kind={case['attention']}"
+    fields = [f"data.dir={data}", f"data.image_size={pixels}", f"num_epochs={case['epochs']}"]
+    fields.append(f"data.eval_resize={min(FULL, round(pixels * 8 / 7))}")
+    fields.append(f"attention.kind={case['attention']}")
     if case != first:
         words.append(f"--init_from={folder(runs, first)}")
-        fields += f" {TUNED}"
-    words += [f"--config.{word}" for word in f"{fields} {QUICK if quick else ''}".split()]
+        fields += TUNED.split()
+    words += [f"--config.{field}" for field in [*fields, *(QUICK.split() if quick else ())]]
     return [sys.executable, "-m", "vit.train", *words]
 
 
