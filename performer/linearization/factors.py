@@ -73,24 +73,29 @@ Tree = Leaf | Node
 
 
 class Step(NamedTuple):
-    """An operation from q k^T towards the softmax."""
+    """An operation on scores or exponentials."""
 
-    name: str
+    op: Op
     axes: list[Axis]
     """Axes of its result."""
     inputs: tuple[Tree | None, ...]
-    """None stands for the scores."""
+    """None stands for the scores or exponentials."""
+
+    @property
+    def name(self) -> str:
+        """Name of its primitive."""
+        return self.op.name
 
 
 def steps(
     program: Program,
-    scores: int,
+    inside: set[int],
     chain: Sequence[int],
     axes: dict[int, list[Axis]],
     varying: set[int],
 ) -> tuple[Step, ...]:
-    """The operations between q k^T and the softmax, with trees of the arrays that enter them."""
-    inside, result = {scores, *chain}, []
+    """Operations of a place, with trees of the arrays that enter them from outside of it."""
+    result = []
     for number in chain:
         op = program.ops[number]
         shape = op.equation.outvars[0].aval.shape
@@ -99,7 +104,7 @@ def steps(
             for ref, x in zip(op.inputs, op.equation.invars, strict=True)
         )
         if len(trees) > 1 or op.name == "neg":
-            result.append(Step(op.name, axes[number], trees))
+            result.append(Step(op, axes[number], trees))
     return tuple(result)
 
 
@@ -141,7 +146,7 @@ def _tree(
             numbers = np.arange(outer["shape"][outer["dimension"]], dtype=outer["dtype"])
             aval, dims = jax.typeof(numbers), (dims[outer["dimension"]],)
             return _leaf(Ref(value=numbers), aval, dims, whole, varying, "")
-        inner = _before_move(op, dims)
+        inner = before_move(op, dims)
         if inner is not None:
             given = op.equation.invars[0].aval
             return _tree(program, op.inputs[0], given, inner, whole, varying)
@@ -176,7 +181,7 @@ def _is_one(length: Size) -> bool:
     return isinstance(length, int) and length == 1
 
 
-def _before_move(op: Op, dims: tuple[int, ...]) -> tuple[int, ...] | None:
+def before_move(op: Op, dims: tuple[int, ...]) -> tuple[int, ...] | None:
     """Axes of the input of an operation that moves axes, None for others."""
     parameters, given = op.equation.params, op.equation.invars[0].aval if op.inputs else None
     if op.name == "broadcast_in_dim" and len(op.inputs) == 1:
@@ -286,8 +291,9 @@ class Term(NamedTuple):
 
 
 Factor = tuple[str, Part | None]
-"""mul or div by a part; neg, by none."""
+"""mul or div by a part; neg and log, by none."""
 NEG: Factor = ("neg", None)
+LOG: Factor = ("log", None)
 
 
 @dataclass
@@ -325,6 +331,8 @@ class Factors:
             number = Ref(value=np.float32(place.base))
             leaf = Leaf(number, (), (), False, "", np.dtype(np.float32))
             factors._scale("mul", Part(leaf, []))
+        for step in place.masks:
+            factors._multiply(step)
         return factors
 
     def _take(self, step: Step) -> None:
@@ -342,6 +350,33 @@ class Factors:
             self._add(others[0], (NEG,) * negative)
         elif step.name == "select_n":
             self._select(step, others)
+
+    def _multiply(self, step: Step) -> None:
+        """Exponentials that are set to 0, or multiplied by an array."""
+        if step.name == "select_n":
+            condition, when = step.inputs[0], step.inputs[2] is None
+            assert condition is not None
+            self._require(Part(condition, step.axes), when)
+            return
+        (part,) = (Part(x, step.axes) for x in step.inputs if x is not None)
+        if not part.along(self.layout.keys):
+            return  # the same factor for all keys of a query is divided out
+        if not part.along(self.layout.time):
+            (self.keys if part.tree.varies else self.constants).append(Term(part, (LOG,)))
+            return
+        two, units = self._two_valued(part), self._units(part)
+        if units is None and isinstance(part.tree, Leaf) and part.tree.varies:
+            units = [part]  # an argument with a number for each pair
+        if two is not None and two[0] is not part and {*map(float, two[1:])} == {0, 1}:
+            self._require(two[0], bool(two[1] == 1))
+        elif units is not None:
+            self.units += units
+            self._require(part, True)
+        else:
+            raise Unfit(
+                "its exponentials are multiplied by a number for each pair of a query and a key"
+                f" that is not 0 or 1, by {part.tree.name}"
+            )
 
     def _scale(self, name: str, part: Part | None) -> None:
         """Scores times a number: also what was added to them before."""

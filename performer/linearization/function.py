@@ -158,7 +158,7 @@ def linearize(
         keys       16, 32, 64 or 128 exact keys, in layers without causality, segments and ALiBi
         rows       1 there, if the row of the first query (a class token) is not within the
                    tolerance
-        windows    of 16, 32 or 64 with one first key in other layers, with features or (not
+        windows    of 16, 32, 64 or 128 with one first key in other layers, with features or (not
                    refined) without
 
     A place for which no recipe is within the tolerance stays exact, with a warning. So does one for

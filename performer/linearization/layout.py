@@ -288,9 +288,9 @@ class Layout:
         x = jnp.transpose(x, order).reshape(*(self.sizes[atom] for atom in atoms), -1)
         return self._arranged(x, [*atoms, WIDTH], self.batch, self.keys, self.heads, [WIDTH])
 
-    def pairs(self, x: Array) -> Array:
-        """(b, n, t, s) of scores as they enter the softmax."""
-        have = [atom for axis in self.goal for atom in axis]
+    def pairs(self, x: Array, axes: Sequence[Axis]) -> Array:
+        """(b, n, t, s) of an array with all axes of the scores."""
+        have = [atom for axis in axes for atom in axis]
         x = x.reshape([self.sizes[atom] for atom in have])
         heads = [*self.heads, *self.groups]
         return self._arranged(x, have, self.batch, heads, self.time, self.keys)

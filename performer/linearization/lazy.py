@@ -4,7 +4,7 @@ A product q k^T is a value that remembers its operands. Rules say which operatio
 
     scores      scale q k^T + bias, less numbers of rows
     row         numbers of rows, such as the largest score
-    exp         exponentials of scores
+    exp         exponentials of scores, times masks or numbers of each key
     sum         their sum over keys; inverse, its reciprocal; log_sum, its logarithm
     weights     exponentials divided by their sum; log_weights, their logarithm
     numerator   exponentials times values, before the division
@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from performer.linearization.factors import before_move
 from performer.linearization.layout import MOVES, Axis, Unfit, atoms_of, moved
 from performer.linearization.lines import line_of
 from performer.linearization.program import MASKED, Constants, Op, Program, Ref, Traced
@@ -83,6 +84,8 @@ class Lazy(NamedTuple):
     """Rows that were subtracted: the operation, and the atoms that it is over."""
     base: float = 1.0
     """1 for e^x, the logarithm of 2 for 2^x."""
+    masks: tuple[int, ...] = ()
+    """Operations that multiply exponentials before these are summed."""
     sinks: tuple[Sink, ...] = ()
     joined: tuple[int, int] | None = None
     """Numbers of sinks before and after the keys, as long as these are joined."""
@@ -104,7 +107,7 @@ class Lazy(NamedTuple):
     @property
     def exponentials(self) -> tuple:
         """Facts that exponentials and their sum must have in common."""
-        return self.goal, self.shifts, self.base
+        return self.goal, self.shifts, self.base, self.masks
 
 
 class Walk:
@@ -117,6 +120,8 @@ class Walk:
         self.varying: set[int] = set()
         """Operations that depend on inputs of the program."""
         self.numerators: dict[tuple[int, int], Lazy] = {}
+        self.masks: dict[tuple, int] = {}
+        """What multiplies exponentials -> the first operation that does."""
 
     def take(self, number: int) -> list[Lazy]:
         """Follow lazy values through an operation; returns outputs of attention."""
@@ -195,7 +200,7 @@ class Walk:
         why = next((y.why for y in inputs if y and y.why), "")
         try:
             if why:
-                drops = x.kind in DIVIDED and self._is_random(op, inputs)
+                drops = x.kind in DIVIDED and self.is_random(op, inputs)
                 raise Unfit(CHANGED.format("as by dropout") if drops else why)
             return self._ruled(number, op, inputs, x)
         except Unfit as reason:
@@ -243,7 +248,7 @@ class Walk:
             return SHIFTED if x.shifts else by
         if x.kind == "numerator":
             return f"its product with the values is changed by {op.name} before it is divided"
-        drops = self._is_random(op, inputs)
+        drops = self.is_random(op, inputs)
         if x.kind == "exp" and not drops:
             return f"its exponentials are changed by {op.name} before they are divided by their sum"
         return CHANGED.format("as by dropout" if drops else f"by {op.name}")
@@ -298,20 +303,32 @@ class Walk:
         ranges = zip(op.inputs, [0, *ends], ends, strict=False)
         return next(((low, high) for x, low, high in ranges if self.is_one(x)), None)
 
-    def is_mask(self, ref: Ref, x: Lazy, when: bool) -> bool:
-        """True if the scores are masked already except where this is true, or false."""
-        mask, left, visited = self.origin(ref), [x.goal], set()
+    def source(self, number: int, operand: int, axes: list[Axis]) -> tuple:
+        """An operand before it was broadcast, with the axes it has, to be compared with others."""
+        op = self.program.ops[number]
+        ref, dims = op.inputs[operand], tuple(range(op.equation.invars[operand].aval.ndim))
+        while ref.op is not None:
+            above = self.program.ops[ref.op]
+            inner = dims if above.name in SAME - MOVES else before_move(above, dims)
+            if inner is None:
+                break
+            ref, dims = above.inputs[0], inner
+        names = tuple(axes[i] if i >= 0 else () for i in dims)
+        return ref.op, ref.output, ref.input, id(ref.value), names
+
+    def is_mask(self, number: int, operand: int, x: Lazy, when: bool) -> bool:
+        """True if the scores are masked already except where an operand is true, or false."""
+        mask, left, visited = self.source(number, operand, x.axes), [x.goal], set()
         while left:
-            number = left.pop()
-            if number is None or number in visited or x.product not in self.of.get(number, {}):
+            here = left.pop()
+            if here is None or here in visited or x.product not in self.of.get(here, {}):
                 continue
-            visited.add(number)
-            op = self.program.ops[number]
+            visited.add(here)
+            op = self.program.ops[here]
             left += [y.op for y in op.inputs]
-            if op.name == "select_n" and (x.product in self.at(op.inputs[2])) == when:
-                here = self.origin(op.inputs[0])
-                if here[:3] == mask[:3] and (here.op is not None or here.value is mask.value):
-                    return True
+            is_kept = op.name == "select_n" and (x.product in self.at(op.inputs[2])) == when
+            if is_kept and self.source(here, 0, self.of[here][x.product].axes) == mask:
+                return True
         return False
 
     def sink(self, ref: Ref, aval: Any, total: Lazy) -> Sink | None:
@@ -331,7 +348,7 @@ class Walk:
     def _op(self, ref: Ref) -> Op | None:
         return None if ref.op is None else self.program.ops[ref.op]
 
-    def _is_random(self, op: Op, inputs: list[Lazy | None]) -> bool:
+    def is_random(self, op: Op, inputs: list[Lazy | None]) -> bool:
         """True if what meets a value depends on random numbers."""
         left = [ref.op for x, ref in zip(inputs, op.inputs, strict=True) if not x]
         visited = set()
@@ -385,7 +402,8 @@ def _scores(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | No
 def _exponentials(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | None:
     if op.name == "reduce_sum":
         return x._replace(kind="sum", over=_over(op, inputs))
-    return _the_same(walk, op, inputs, x)
+    same = _the_same(walk, number, op, inputs, x)
+    return same or _masked(walk, number, op, inputs, x)
 
 
 def _sum(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | None:
@@ -432,7 +450,7 @@ def _weights(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | N
         others = (walk.number(ref) for y, ref in zip(inputs, op.inputs, strict=True) if not y)
         special = all(value is not None and not math.isfinite(value) for value in others)
         return x._replace(kind="flags") if special else None
-    return _the_same(walk, op, inputs, x)
+    return _the_same(walk, number, op, inputs, x)
 
 
 def _flags(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | None:
@@ -486,22 +504,36 @@ def _divided(above: Lazy, below: Lazy, kind: str) -> Lazy | None:
     return above._replace(kind=kind, over=below.over, sinks=below.sinks) if same and fits else None
 
 
-def _the_same(walk: Walk, op: Op, inputs: list, x: Lazy) -> Lazy | None:
+def _the_same(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | None:
     """Exponentials or weights that an operation leaves as they are."""
-    name, others = op.name, [ref for y, ref in zip(inputs, op.inputs, strict=True) if not y]
+    name, others = op.name, [i for i, y in enumerate(inputs) if not y]
     if name == "stop_gradient":
         raise Unfit(CUT)
     if name in SAME:
         return x
     if name == "slice":
         return _without_sinks(op, x)
-    if name == "select_n" and len(others) == 2 and walk.is_mask(others[0], x, bool(inputs[2])):
-        value = walk.number(others[1])
+    if name == "select_n" and len(others) == 2 and walk.is_mask(number, 0, x, bool(inputs[2])):
+        value = walk.number(op.inputs[others[1]])
         return x if value is not None and (abs(value) <= ROUNDING or value <= MASKED) else None
-    if name == "mul" and len(others) == 1 and walk.is_mask(others[0], x, True):
+    if name == "mul" and len(others) == 1 and walk.is_mask(number, others[0], x, True):
         return x
-    value = walk.number(others[0]) if len(others) == 1 and name in NEUTRAL else None
+    is_one = len(others) == 1 and name in NEUTRAL
+    value = walk.number(op.inputs[others[0]]) if is_one else None
     return x if value is not None and NEUTRAL[name](value) else None
+
+
+def _masked(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | None:
+    """Exponentials times an array, or 0 where a mask is false."""
+    others = [i for i, y in enumerate(inputs) if not y]
+    is_chosen = op.name == "select_n" and len(others) == 2 and not inputs[0]
+    is_mask = op.name == "mul" and len(others) == 1
+    is_mask |= is_chosen and walk.number(op.inputs[others[1]]) == 0
+    if not is_mask or x.joined or walk.is_random(op, inputs):
+        return None
+    when = bool(inputs[2]) if is_chosen else True
+    mask = op.name, when, x.exponentials, walk.source(number, others[0], x.axes)
+    return x._replace(masks=(*x.masks, walk.masks.setdefault(mask, number)))
 
 
 def _with_sinks(walk: Walk, op: Op, inputs: list, x: Lazy) -> Lazy | None:

@@ -426,7 +426,6 @@ def read(values: Values, place: Place, zero: Array) -> Read:
     dtype = float32_or_wider(query, key)
     query, key, bias = (x.astype(dtype) for x in (query, key, bias))
     allowed = bias > MASKED
-    bias = jnp.where(allowed, bias * place.base, bias)
     visible = jnp.any(allowed, axis=1)
     queries, keys = jnp.any(visible, axis=2), jnp.any(visible, axis=1)
     if visible.shape[1] == visible.shape[2]:  # padding is no query, though it sees earlier keys

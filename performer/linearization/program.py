@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from performer.linearization.layout import Layout
+from performer.typing import float32_or_wider
 
 INLINED = {"jit", "pjit", "closed_call", "core_call"}
 SOFTMAX = {"exp", "reduce_sum", "div"}
@@ -93,6 +94,8 @@ class Place:
     """Names of the floating-point types that it is computed with."""
     sinks: tuple[Any, ...] = ()
     """Logits of no key (`factors.SinkPart`)."""
+    masks: tuple[Any, ...] = ()
+    """What multiplies the exponentials, with the arrays that enter it (`factors.Step`)."""
 
 
 class Left(NamedTuple):
@@ -234,7 +237,10 @@ class Values:
         return list(output) if primitive.multiple_results else [output]
 
     def scores(self, place: Place, fill: ArrayLike) -> Array:
-        """Return what enters the softmax if all q.k are `fill`: (b, n, t, s)."""
+        """Return what enters the softmax if all q.k are `fill`: (b, n, t, s), to base e.
+
+        What multiplies exponentials is added as its logarithm.
+        """
         shape = self.program.ops[place.scores].equation.outvars[0].aval
         new = {place.scores: [jnp.full(shape.shape, fill, shape.dtype)]}
 
@@ -243,7 +249,17 @@ class Values:
 
         for number in place.chain:
             new[number] = self.bind(self.program.ops[number], read)
-        return place.layout.pairs(read(place.goal))
+        scores = place.layout.pairs(read(place.goal), place.layout.goal)
+        scores = scores.astype(float32_or_wider(scores))
+        if place.base != 1:
+            scores = jnp.where(scores > MASKED, scores * place.base, scores)
+        for mask in place.masks:
+            ones = jnp.ones_like(mask.op.equation.outvars[0].aval)
+            exponentials = mask.op.inputs[mask.inputs.index(None)]
+            others = {id(x): self.read(x) for x in mask.op.inputs if x is not exponentials}
+            kept = self.bind(mask.op, lambda x, known=others, y=ones: known.get(id(x), y))
+            scores += jnp.log(place.layout.pairs(kept[0], mask.axes).astype(scores.dtype))
+        return scores
 
     def moved(self, place: Place, output: Array) -> Array:
         """Return an output of the product with the values as it is after the division."""

@@ -184,7 +184,7 @@ class _Reader:
         """Start times the factors."""
         for name, part in factors:
             if part is None:
-                start = -start
+                start = -start if name == "neg" else jnp.log(start.astype(float32_or_wider(start)))
             else:
                 x = self.array(part)
                 x = x.astype(float32_or_wider(x))

@@ -45,7 +45,7 @@ from performer.typing import Coupling
 
 TOLERANCE, REFINED = 0.1, 0.05
 """Largest attention error of a layer without and with refinement, if the user gives none."""
-EXACT_KEYS, WINDOWS = (0, 16, 32, 64, 128), (16, 32, 64)
+EXACT_KEYS, WINDOWS = (0, 16, 32, 64, 128), (16, 32, 64, 128)
 """Exact keys to try in layers without positions, windows to try in causal ones."""
 REACH = 4
 """Refinement is tried where the error is at most so many times the tolerance: it divides errors by

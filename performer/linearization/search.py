@@ -232,22 +232,26 @@ def _place(walk: Walk, x: Lazy) -> Place | None:
         raise Unfit(NOT_DIVIDED)
     chain = _between(program, scores, Ref(x.goal))
     known = {i: walk.of[i][scores].axes for i in chain}
-    steps = factors.steps(program, scores, chain, known, walk.varying)
+    steps = factors.steps(program, {scores, *chain}, chain, known, walk.varying)
+    known = {i: walk.of[i][scores].axes for i in x.masks}
+    masks = factors.steps(program, {scores, *path}, x.masks, known, walk.varying)
+    both = *steps, *masks
     sinks = tuple(factors.sink(program, y, walk.varying) for y in x.sinks)
-    leaves = [y for step in steps for tree in step.inputs for y in factors.leaves(tree)]
+    leaves = [y for step in both for tree in step.inputs for y in factors.leaves(tree)]
     leaves += [y for sink in sinks for y in factors.leaves(sink.part.tree)]
     sources = tuple(y.ref for y in leaves if y.varies)
-    layout.take_time([factors.Part(y, z.axes) for z in steps for y in z.inputs if y is not None])
+    layout.take_time([factors.Part(y, z.axes) for z in both for y in z.inputs if y is not None])
     if any(sink.part.along(layout.time) for sink in sinks):
         raise Unfit("its sink, a logit of no key, differs between queries")
     program.attention |= {scores, *path, *tail}
     operands = (y.aval for i in (scores, output) for y in ops[i].equation.invars)
     results = (ops[i].equation.outvars[0].aval for i in (scores, *path))
-    both = (y.dtype for y in (*operands, *results))
-    dtypes = frozenset(y.name for y in both if jnp.issubdtype(y, jnp.floating))
+    computed = (y.dtype for y in (*operands, *results))
+    dtypes = frozenset(y.name for y in computed if jnp.issubdtype(y, jnp.floating))
     place = Place(
         scores, output, Ref(x.goal), chain, layout, line_of(ops[scores].equation),
         ops[scores].scope, words, steps, x.base, list(x.tail[:-1]), tail, sources, dtypes, sinks,
+        masks,
     )  # fmt: skip
     factors.Factors.of(program, place)  # Unfit if it cannot be read in linear time
     return place

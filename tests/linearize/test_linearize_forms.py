@@ -43,7 +43,12 @@ def rows(form):
 
 
 CORE = [forms.padding_causal, forms.segments_causal, forms.divided_late_causal, forms.one_more]
-CORE += [forms.relevance_causal, forms.column_of_ones_causal, forms.grid_by_hand]
+CORE += [
+    forms.mask_of_exponentials,
+    forms.relevance_causal,
+    forms.column_of_ones_causal,
+    forms.grid_by_hand,
+]
 
 
 @pytest.mark.parametrize("form", tiers([*ALONG_FACTORS, *READ], CORE, name))
@@ -87,6 +92,7 @@ def shapes(jaxpr):
 
 OTHERS = [
     forms.one_more,
+    forms.masked_exponentials,
     forms.layers_in_a_scan,
     forms.divided_late_causal,
     forms.base_two_causal,
@@ -119,7 +125,14 @@ def falling(q, k, v, slope):
     return forms.attend(q, k, v, forms.tri(t), -slope[:, None, None] * forms.distance(t))
 
 
+def kept(q, k, v, pairs):
+    """A factor of each pair on the exponentials."""
+    e = jnp.exp(forms.scores(q, k)) * pairs[:, None]
+    return forms.output(e / jnp.sum(e, axis=-1, keepdims=True), v)
+
+
 OTHER_KINDS = {
+    kept: (np.repeat(forms.VALID[:, None], forms.T, axis=1).astype(np.float32), np.float32(0.5)),
     forms.padding_times_number: (forms.VALID.astype(np.float32), np.float32(0.5)),
     falling: (forms.SLOPES, np.float32(-1)),
 }
@@ -157,11 +170,14 @@ def test_numbers_of_keys_are_a_bias_if_those_of_the_batches_were():
     assert jnp.isnan(biased(*tokens, np.where(NUMBERS < 0, np.nan, NUMBERS))).any()
 
 
-def test_a_bias_of_keys_has_a_derivative():
-    batch = [*(normal(i, x) for i, x in enumerate(forms.heads())), NUMBERS]
-    new, _ = performer.linearize(added, [batch], **ALL)
-    got, want = (jax.grad(lambda x, f=f: jnp.sum(f(*batch[:3], x) ** 2)) for f in (new, added))
-    np.testing.assert_allclose(got(NUMBERS), want(NUMBERS), atol=1e-4)
+@pytest.mark.parametrize("form", [added, forms.weights_of_keys], ids=name)
+def test_a_bias_of_keys_has_a_derivative(form):
+    batch = [*(normal(i, x) for i, x in enumerate(forms.heads())), np.abs(NUMBERS)]
+    new, _ = performer.linearize(form, [batch], **ALL)
+    got, want = (jax.grad(lambda x, f=f: jnp.sum(f(*batch[:3], x) ** 2)) for f in (new, form))
+    np.testing.assert_allclose(got(batch[3]), want(batch[3]), atol=1e-4)
+    if form is forms.weights_of_keys:  # the logarithm of 0 has none
+        assert jnp.isnan(got(jnp.asarray(batch[3]).at[0, 3].set(0))[0, 3])
 
 
 def test_the_error_is_of_attention_with_the_bias_of_keys():

@@ -150,6 +150,27 @@ def mask_after_the_sum(q, k, v, valid):
     return output(jax.nn.softmax(scores(q, k), axis=-1, where=mask), v)
 
 
+def mask_of_exponentials(q, k, v, valid):
+    """Multiplied twice: in the sum and before the product with the values."""
+    mask, s = (valid[:, :, None] & valid[:, None])[:, None].astype(q.dtype), scores(q, k)
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    total = jnp.sum(e * mask, axis=-1).swapaxes(1, 2)[..., None]
+    return output(e * mask, v) / (total + 1e-9)
+
+
+def segments_of_exponentials(q, k, v, ids):
+    """A causal mask in the scores, segments after the exponential."""
+    s = jnp.where(tri(q.shape[1]), scores(q, k), -1e9)
+    e = jnp.exp(s - s.max(-1, keepdims=True)) * (ids[:, None, :, None] == ids[:, None, None])
+    return output(e / jnp.sum(e, axis=-1, keepdims=True), v)
+
+
+def weights_of_keys(q, k, v, numbers):
+    """Exponentials times a number of each key."""
+    e = jnp.exp(scores(q, k)) * numbers[:, None, None]
+    return output(e / jnp.sum(e, axis=-1, keepdims=True), v)
+
+
 def relevance(q, k, v, numbers):
     """A number of each key, of the example."""
     return attend(q, k, v, bias=numbers[:, None, None])
@@ -181,10 +202,12 @@ QUERIES = np.linspace(0.2, 0.6, B * T, dtype=np.float32).reshape(B, T)
 ALONG_FACTORS = {
     **dict.fromkeys((padding, padding_causal, padding_as_bias, padding_times_number), VALID),
     **dict.fromkeys((padding_forbidden, keys_as_bias, positions, mask_after_the_sum), VALID),
-    slopes_of_counted_keys: VALID,
+    **dict.fromkeys((slopes_of_counted_keys, mask_of_exponentials), VALID),
     **dict.fromkeys((segments, segments_causal, segments_in_where), IDS),
+    segments_of_exponentials: IDS,
     **dict.fromkeys((slopes, slopes_of_keys, temperature), SLOPES),
     **dict.fromkeys((temperature_of_queries, relevance, relevance_causal), QUERIES),
+    weights_of_keys: QUERIES,
     **dict.fromkeys((relevance_of_heads, minus_squared_distance), SLOPES),
 }
 """Form -> its last argument; they are read in linear time."""
@@ -242,6 +265,19 @@ def column_of_ones_causal(q, k, v):
         return (1 / total) * above
 
     return jax.vmap(jax.vmap(one, 1, 1))(q, k, v)
+
+
+def masked_exponentials(q, k, v):
+    """The scores have no mask."""
+    o = output(jnp.where(tri(q.shape[1]), jnp.exp(scores(q, k)), 0), with_ones(v))
+    return o[..., :-1] / o[..., -1:]
+
+
+def weighted_exponentials(q, k, v):
+    """2^x times a number of each key; a number of all pairs is divided out."""
+    s = scores(q, k)
+    e = 3 * jnp.exp2(s - s.max(-1, keepdims=True)) * jnp.arange(1.0, 1 + k.shape[1])
+    return output(e / e.sum(-1, keepdims=True), v)
 
 
 def product_with_ones(q, k, v):
@@ -383,6 +419,7 @@ def layers_in_a_scan(q, k, v):
 READ = (
     *(base_two, base_two_causal, divided_late, divided_late_causal, unshifted, one_more),
     *(log_softmax, cosine, prior, column_of_ones, column_of_ones_causal, product_with_ones),
+    *(masked_exponentials, weighted_exponentials),
     *(grid, grid_by_hand, grid_as_tokens, entries_on_two_axes),
     *(qk_norm, scale_after_mask, negative_scale, minus_a_penalty, log_of_the_mask, batch_last),
     *(heads_as_many_as_tokens, keys_first, grouped, repeated_keys, under_checkpoint, under_vmap),
@@ -464,10 +501,23 @@ def softmax_of_each_row(q, k, v):
     return jnp.einsum("bnijkl,bklnh->bijnh", jax.nn.softmax(s), v)
 
 
-def masked_exponentials(q, k, v):
-    """The scores have no mask."""
-    o = output(jnp.where(tri(T), jnp.exp(scores(q, k)), 0), with_ones(v))
-    return o[..., :-1] / o[..., -1:]
+def decaying_exponentials(q, k, v):
+    """A factor of each pair."""
+    e = jnp.exp(scores(q, k)) * 0.5 ** distance(T)
+    return output(e / jnp.sum(e, axis=-1, keepdims=True), v)
+
+
+def other_exponentials_summed(q, k, v, valid):
+    """The sum has a mask that the weights do not have."""
+    e = jnp.exp(scores(q, k))
+    total = jnp.sum(e * valid[:, None, None], axis=-1, keepdims=True)
+    return output(e / total, v)
+
+
+def mask_of_queries_after_keys(q, k, v, valid):
+    """One array masks keys in the scores and queries in the weights."""
+    weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores(q, k), -1e9))
+    return output(weights * valid[:, None, :, None], v)
 
 
 def joined_after_the_scale(q, k, v):
@@ -571,7 +621,9 @@ EXACT = {
     softmax_of_each_row: "sums over more axes than the softmax",
     column_of_twos: "changed by slice before it is divided",
     divided_by_another_column: "changed by slice before it is divided",
-    masked_exponentials: "exponentials are changed by select_n",
+    decaying_exponentials: "multiplied by a number for each pair of a query and a key",
+    other_exponentials_summed: "changed after the softmax, by div",
+    mask_of_queries_after_keys: "changed after the softmax, by mul",
     joined_after_the_scale: "scores of several products are joined",
     every_second_key: "changed after the softmax, by slice",
     loop_over_queries: "in a loop over queries",
@@ -594,6 +646,7 @@ MORE = {
     table_of_distances: np.sin(np.arange(2.0 * T * N)).reshape(N, 2 * T),
     relevance_in_groups: np.sin(np.arange(N * float(T))).reshape(N, T),
     either_exists: VALID,
-    weights_where_masked: np.ones((B, T), bool),
+    **dict.fromkeys((weights_where_masked, mask_of_queries_after_keys), np.ones((B, T), bool)),
+    other_exponentials_summed: VALID,
 }
 """Form of EXACT -> its last argument."""
