@@ -86,6 +86,8 @@ class Lazy(NamedTuple):
     """1 for e^x, the logarithm of 2 for 2^x."""
     masks: tuple[int, ...] = ()
     """Operations that multiply exponentials before these are summed."""
+    again: str = ""
+    """For weights that must be divided by their sum again: the operation that changed them."""
     sinks: tuple[Sink, ...] = ()
     joined: tuple[int, int] | None = None
     """Numbers of sinks before and after the keys, as long as these are joined."""
@@ -154,8 +156,9 @@ class Walk:
             is_summed = any(
                 (y.product, *y.exponentials) == (x.product, *x.exponentials) for y in every
             )
+            changed = CHANGED.format(f"by {x.again}") if x.again else ""
             if not x.why or is_summed:
-                yield x._replace(why=READ_ELSEWHERE * is_summed)
+                yield x._replace(why=changed or READ_ELSEWHERE * is_summed)
 
     def _weighed(self, number: int, op: Op) -> list[Lazy]:
         """Weights that a product multiplies with another array; follows exponentials."""
@@ -249,7 +252,7 @@ class Walk:
         if x.kind == "numerator":
             return f"its product with the values is changed by {op.name} before it is divided"
         drops = self.is_random(op, inputs)
-        if x.kind == "exp" and not drops:
+        if x.kind == "exp" and not drops and not x.again:
             return f"its exponentials are changed by {op.name} before they are divided by their sum"
         return CHANGED.format("as by dropout" if drops else f"by {op.name}")
 
@@ -450,7 +453,12 @@ def _weights(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | N
         others = (walk.number(ref) for y, ref in zip(inputs, op.inputs, strict=True) if not y)
         special = all(value is not None and not math.isfinite(value) for value in others)
         return x._replace(kind="flags") if special else None
-    return _the_same(walk, number, op, inputs, x)
+    same = _the_same(walk, number, op, inputs, x)
+    if same or x.sinks:
+        return same
+    masked = _masked(walk, number, op, inputs, x)
+    shifts = (*x.shifts, (None, x.over))  # by the logarithm of their sum
+    return masked and masked._replace(kind="exp", shifts=shifts, over=frozenset(), again=op.name)
 
 
 def _flags(walk: Walk, number: int, op: Op, inputs: list, x: Lazy) -> Lazy | None:

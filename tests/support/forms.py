@@ -158,6 +158,13 @@ def mask_of_exponentials(q, k, v, valid):
     return output(e * mask, v) / (total + 1e-9)
 
 
+def mask_of_weights(q, k, v, valid):
+    """Masked after the softmax, and divided by their sum again."""
+    weights = jax.nn.softmax(jnp.where(tri(q.shape[1]), scores(q, k), -1e9))
+    weights = jnp.where(valid[:, None, None], weights, 0)
+    return output(weights / jnp.sum(weights, axis=-1, keepdims=True), v)
+
+
 def segments_of_exponentials(q, k, v, ids):
     """A causal mask in the scores, segments after the exponential."""
     s = jnp.where(tri(q.shape[1]), scores(q, k), -1e9)
@@ -202,7 +209,7 @@ QUERIES = np.linspace(0.2, 0.6, B * T, dtype=np.float32).reshape(B, T)
 ALONG_FACTORS = {
     **dict.fromkeys((padding, padding_causal, padding_as_bias, padding_times_number), VALID),
     **dict.fromkeys((padding_forbidden, keys_as_bias, positions, mask_after_the_sum), VALID),
-    **dict.fromkeys((slopes_of_counted_keys, mask_of_exponentials), VALID),
+    **dict.fromkeys((slopes_of_counted_keys, mask_of_exponentials, mask_of_weights), VALID),
     **dict.fromkeys((segments, segments_causal, segments_in_where), IDS),
     segments_of_exponentials: IDS,
     **dict.fromkeys((slopes, slopes_of_keys, temperature), SLOPES),
@@ -514,6 +521,13 @@ def other_exponentials_summed(q, k, v, valid):
     return output(e / total, v)
 
 
+def other_weights_summed(q, k, v, valid):
+    """Weights divided by a sum of masked exponentials."""
+    e = jnp.exp(scores(q, k))
+    masked = e / jnp.sum(e, axis=-1, keepdims=True) * valid[:, None, None]
+    return output(masked / jnp.sum(e * valid[:, None, None], axis=-1, keepdims=True), v)
+
+
 def mask_of_queries_after_keys(q, k, v, valid):
     """One array masks keys in the scores and queries in the weights."""
     weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores(q, k), -1e9))
@@ -623,6 +637,7 @@ EXACT = {
     divided_by_another_column: "changed by slice before it is divided",
     decaying_exponentials: "multiplied by a number for each pair of a query and a key",
     other_exponentials_summed: "changed after the softmax, by div",
+    other_weights_summed: "changed after the softmax, by div",
     mask_of_queries_after_keys: "changed after the softmax, by mul",
     joined_after_the_scale: "scores of several products are joined",
     every_second_key: "changed after the softmax, by slice",
@@ -647,6 +662,6 @@ MORE = {
     relevance_in_groups: np.sin(np.arange(N * float(T))).reshape(N, T),
     either_exists: VALID,
     **dict.fromkeys((weights_where_masked, mask_of_queries_after_keys), np.ones((B, T), bool)),
-    other_exponentials_summed: VALID,
+    **dict.fromkeys((other_exponentials_summed, other_weights_summed), VALID),
 }
 """Form of EXACT -> its last argument."""
