@@ -150,7 +150,8 @@ def linearize(
     warning and the report name the file, the line and the reason.
 
     Without sizes each place gets the fastest recipe whose attention error on held-out examples is
-    within the tolerance, mean over heads. Recipes and exact attention, as the function computes it,
+    within the tolerance, mean over heads; of recipes that take up to 5% longer the one with the
+    smallest error, unless they are refined. Recipes and exact attention, as the function computes it,
     are timed on this device at the shapes of the batches; a table of times, which takes seconds,
     serves all places of a shape. Recipes are
 

@@ -1,7 +1,7 @@
 """How a layer is replaced: numbers of features and exact pairs, calibrated and refined.
 
 A layer has a ladder of recipes, the fastest first (`timing`), and gets the first whose attention
-error on held-out examples is within the tolerance. Recipes that are not faster than exact attention
+error on held-out examples is within the tolerance, or a better one that is as fast. Recipes that are not faster than exact attention
 are no steps of it, unless the user gives a tolerance. Sizes that the user gives are a ladder of one
 step, for all layers or (`recipes`) for each; with a tolerance they are its top.
 """
@@ -342,24 +342,34 @@ class _Steps(NamedTuple):
 def _chosen(steps: _Steps, examples: Examples) -> list[Drawn]:
     """The layers of a place by the fastest recipe within the limit, else by the best one.
 
-    The first query is exact where its row is not within the limit, as a class token's often is. All
-    recipes are tried until one is within it: errors need not fall with the time. Features that
-    overestimate far keys make a window worse than it is alone.
+    Recipes whose times differ by no more than `MARGIN` are as fast: the best of them counts, unless
+    they are refined, which takes long. The first query is exact where its row is not within the
+    limit, as a class token's often is. All recipes are tried until one is within it: errors need
+    not fall with the time. Features that overestimate far keys make a window worse than it is
+    alone.
     """
     options, layers, best, least = steps.options, steps.layers, [], math.inf
     slow: list[Recipe] = []
+    within: Recipe | None = None
     sample = cache(lambda i: examples(layers[i][1]))
 
     def calibrated(recipe: Recipe) -> list[Drawn]:
         return [_calibrated(key, layer, recipe, options) for key, layer in layers]
 
+    def is_slower(recipe: Recipe) -> bool:
+        return within is not None and steps.seconds(recipe) > MARGIN * steps.seconds(within)
+
     for recipe in steps.recipes():
+        if is_slower(recipe):
+            break
         if options.must_be_faster and steps.is_slow(recipe):
             slow.append(recipe)
             continue
         drawn = calibrated(recipe)
         if any(x.first_row > options.limit for x in drawn) and not options.sized:
             recipe = steps.with_first_row(recipe)
+            if is_slower(recipe):
+                continue
             if options.must_be_faster and steps.is_slow(recipe):
                 slow.append(recipe)
                 continue
@@ -371,8 +381,10 @@ def _chosen(steps: _Steps, examples: Examples) -> list[Drawn]:
             steps.show(f"{steps.layer.path}: {recipe}: error {before:.3g}, refined {worst:.3g}")
         if not best or worst < least:
             best, least = drawn, worst
-        if options.meets(worst):
-            break
+        if within is None and options.meets(worst):
+            if steps.table is None or options.refine_steps:
+                break
+            within = recipe
     if best:
         return best
     fastest = min(slow, key=steps.seconds)

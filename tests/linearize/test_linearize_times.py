@@ -54,6 +54,17 @@ def test_the_fastest_recipe_within_the_tolerance_is_taken(monkeypatch):
     assert "speed-up" not in report.rows[0]
 
 
+def test_of_recipes_that_are_as_fast_the_most_accurate_is_taken(monkeypatch):
+    """Times that differ by 5% are equal; refined, the first one within the tolerance is taken."""
+    measured = performer.measure(attend, [(tokens(),)])
+    fast = {(8, 0): 0.2, (16, 0): 0.207, (16, 16): 0.209, (32, 32): 0.22}
+    plant(monkeypatch, lambda m, keys: fast.get((m, keys), 0.5))
+    _, report = performer.linearize(attend, [], measured=measured)
+    assert sizes(report) == (16, 16, "linear")
+    _, report = performer.linearize(attend, [(tokens(),)], measured=measured, refine_steps=1)
+    assert sizes(report) == (8, 0, "linear")
+
+
 def test_a_layer_stays_exact_where_no_recipe_is_faster(monkeypatch):
     """With its reason; a tolerance or sizes overrule. Recipes that are faster are taken."""
     measured = performer.measure(attend, [(tokens(),)])
