@@ -151,9 +151,9 @@ def linearize(
 
     Without sizes each place gets the fastest recipe whose attention error on held-out examples is
     within the tolerance, mean over heads; of recipes that take up to 5% longer the one with the
-    smallest error, unless they are refined. Recipes and exact attention, as the function computes it,
-    are timed on this device at the shapes of the batches; a table of times, which takes seconds,
-    serves all places of a shape. Recipes are
+    smallest error, unless they are refined. Recipes and exact attention, as the function computes
+    it, are timed on this device at the shapes of the batches; a table of times, which takes
+    seconds, serves all places of a shape. Recipes are
 
         features   m = head_dim / 4, head_dim / 2, ... or 4 head_dim, at least 8, calibrated
         keys       16, 32, 64 or 128 exact keys, in layers without causality, segments and ALiBi

@@ -1,9 +1,10 @@
 """How a layer is replaced: numbers of features and exact pairs, calibrated and refined.
 
 A layer has a ladder of recipes, the fastest first (`timing`), and gets the first whose attention
-error on held-out examples is within the tolerance, or a better one that is as fast. Recipes that are not faster than exact attention
-are no steps of it, unless the user gives a tolerance. Sizes that the user gives are a ladder of one
-step, for all layers or (`recipes`) for each; with a tolerance they are its top.
+error on held-out examples is within the tolerance, or a better one that is as fast. Recipes that
+are not faster than exact attention are no steps of it, unless the user gives a tolerance. Sizes
+that the user gives are a ladder of one step, for all layers or (`recipes`) for each; with a
+tolerance they are its top.
 """
 
 import math
