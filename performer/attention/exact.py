@@ -424,8 +424,8 @@ def attend_once(
     on_queries = exponentials((exponent, of_queries[1]), top[..., None])
     weights = _weights_of_keys(*jax.lax.stop_gradient((on_queries, on_keys, log_weights)))
     heavy, others = largest(weights, keys, f)
-    gone = jnp.isneginf(heads_first(cast(Array, others.log_weights)))[..., None]
-    state = state_relative(c, jnp.where(gone, 0.0, on_keys), heads_first(keys.value))
+    kept = ~jnp.isneginf(heads_first(cast(Array, others.log_weights)))
+    state = state_relative(c, on_keys, heads_first(keys.value), kept)
     return attend_with(on_queries, top, state, queries, heavy.keys, scale, dtype)
 
 

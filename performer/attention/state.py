@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from performer.attention.sizes import blocks
 from performer.features import Split
@@ -166,12 +166,20 @@ def state_of(split: Split, value: Float[Array, "..."]) -> State:
 
 
 def state_relative(
-    maximum: Float[Array, "... #m"], weights: Float[Array, "... s m"], value: Float[Array, "..."]
+    maximum: Float[Array, "... #m"],
+    weights: Float[Array, "... s m"],
+    value: Float[Array, "..."],
+    kept: Bool[Array, "... s"] | None = None,
 ) -> State:
-    """The state of features e^maximum times these weights of keys."""
+    """The state of features e^maximum times these weights of keys, of the kept ones if not None."""
     dtype = operand_dtype(value)
     over_keys = _over_keys_narrow if dtype == jnp.bfloat16 else _over_keys
-    normaliser, numerator = over_keys(weights, value, dtype)
+    if kept is None or dtype == jnp.bfloat16:
+        weights = weights if kept is None else jnp.where(kept[..., None], weights, 0.0)
+        normaliser, numerator = over_keys(weights, value, dtype)
+    else:  # values are narrower than features: no copy of these is made
+        _, numerator = over_keys(weights, jnp.where(kept[..., None], value, 0), dtype)
+        normaliser = dot("...sm,...s->...m", weights, kept.astype(weights.dtype), weights.dtype)
     return State(jnp.broadcast_to(maximum, normaliser.shape), normaliser, numerator)
 
 

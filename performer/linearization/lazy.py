@@ -246,13 +246,15 @@ class Walk:
         """Why an operation materialises a value."""
         if op.name in COMPARISONS:
             return LARGEST
+        if x.again:
+            return CHANGED.format(f"by {x.again}")
         if x.kind in ("scores", "row"):
             by = f"its scores are changed by {op.name}: they are not scale q.k + bias"
             return SHIFTED if x.shifts else by
         if x.kind == "numerator":
             return f"its product with the values is changed by {op.name} before it is divided"
         drops = self.is_random(op, inputs)
-        if x.kind == "exp" and not drops and not x.again:
+        if x.kind == "exp" and not drops:
             return f"its exponentials are changed by {op.name} before they are divided by their sum"
         return CHANGED.format("as by dropout" if drops else f"by {op.name}")
 

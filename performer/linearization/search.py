@@ -234,7 +234,8 @@ def _place(walk: Walk, x: Lazy) -> Place | None:
     known = {i: walk.of[i][scores].axes for i in chain}
     steps = factors.steps(program, {scores, *chain}, chain, known, walk.varying)
     known = {i: walk.of[i][scores].axes for i in x.masks}
-    masks = factors.steps(program, {scores, *path}, x.masks, known, walk.varying)
+    inside = {i for i, values in walk.of.items() if scores in values}
+    masks = factors.steps(program, inside, x.masks, known, walk.varying)
     both = *steps, *masks
     sinks = tuple(factors.sink(program, y, walk.varying) for y in x.sinks)
     leaves = [y for step in both for tree in step.inputs for y in factors.leaves(tree)]

@@ -152,10 +152,10 @@ def mask_after_the_sum(q, k, v, valid):
 
 def mask_of_exponentials(q, k, v, valid):
     """Multiplied twice: in the sum and before the product with the values."""
-    mask, s = (valid[:, :, None] & valid[:, None])[:, None].astype(q.dtype), scores(q, k)
+    mask, s = (valid[:, :, None] & valid[:, None])[:, None], scores(q, k)
     e = jnp.exp(s - s.max(-1, keepdims=True))
-    total = jnp.sum(e * mask, axis=-1).swapaxes(1, 2)[..., None]
-    return output(e * mask, v) / (total + 1e-9)
+    total = jnp.sum(jax.lax.reduce_precision(e, 8, 23) * mask, axis=-1)
+    return output(e * mask, v) / (total.swapaxes(1, 2)[..., None] + 1e-9)
 
 
 def mask_of_weights(q, k, v, valid):
