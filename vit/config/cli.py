@@ -45,7 +45,8 @@ def command(name: str, /, *words: str, **flags: object) -> str:
 def typed() -> str:
     """Return the command line of this process, as it can be typed again."""
     spec = sys.modules["__main__"].__spec__
-    program = _typed or ["python", *(["-m", spec.name] if spec else sys.argv[:1])]
+    module = ["-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
+    program = _typed or ["python", *module]
     return shlex.join([*program, *sys.argv[1:]])
 
 
