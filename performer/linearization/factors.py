@@ -358,11 +358,19 @@ class Factors:
             assert condition is not None
             self._require(Part(condition, step.axes), when)
             return
-        (part,) = (Part(x, step.axes) for x in step.inputs if x is not None)
+        (tree,) = (x for x in step.inputs if x is not None)
+        self._weigh(Part(tree, step.axes))
+
+    def _weigh(self, part: Part) -> None:
+        """Exponentials times an array."""
         if not part.along(self.layout.keys):
             return  # the same factor for all keys of a query is divided out
         if not part.along(self.layout.time):
             (self.keys if part.tree.varies else self.constants).append(Term(part, (LOG,)))
+            return
+        if isinstance(part.tree, Node) and part.tree.name == "mul":
+            for each in part.of(*part.tree.inputs):
+                self._weigh(each)
             return
         two, units = self._two_valued(part), self._units(part)
         if units is None and isinstance(part.tree, Leaf) and part.tree.varies:
@@ -375,7 +383,7 @@ class Factors:
         else:
             raise Unfit(
                 "its exponentials are multiplied by a number for each pair of a query and a key"
-                f" that is not 0 or 1, by {part.tree.name}"
+                " that is not 0 or 1" + f", by {part.tree.name}" * bool(part.tree.name)
             )
 
     def _scale(self, name: str, part: Part | None) -> None:

@@ -173,8 +173,8 @@ def segments_of_exponentials(q, k, v, ids):
 
 
 def weights_of_keys(q, k, v, numbers):
-    """Exponentials times a number of each key."""
-    e = jnp.exp(scores(q, k)) * numbers[:, None, None]
+    """Exponentials times a number of each query and of each key."""
+    e = jnp.exp(scores(q, k)) * (numbers[:, None, :, None] * numbers[:, None, None])
     return output(e / jnp.sum(e, axis=-1, keepdims=True), v)
 
 
