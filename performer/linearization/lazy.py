@@ -87,7 +87,7 @@ class Lazy(NamedTuple):
     masks: tuple[int, ...] = ()
     """Operations that multiply exponentials before these are summed."""
     again: str = ""
-    """For weights that must be divided by their sum again: the operation that changed them."""
+    """Operation that changed the weights, which must be divided by their sum again."""
     sinks: tuple[Sink, ...] = ()
     joined: tuple[int, int] | None = None
     """Numbers of sinks before and after the keys, as long as these are joined."""
@@ -123,7 +123,7 @@ class Walk:
         """Operations that depend on inputs of the program."""
         self.numerators: dict[tuple[int, int], Lazy] = {}
         self.masks: dict[tuple, int] = {}
-        """What multiplies exponentials -> the first operation that does."""
+        """Factor of exponentials -> the first operation that multiplies them with it."""
 
     def take(self, number: int) -> list[Lazy]:
         """Follow lazy values through an operation; returns outputs of attention."""

@@ -95,7 +95,7 @@ class Place:
     sinks: tuple[Any, ...] = ()
     """Logits of no key (`factors.SinkPart`)."""
     masks: tuple[Any, ...] = ()
-    """What multiplies the exponentials, with the arrays that enter it (`factors.Step`)."""
+    """Factors of the exponentials, with the arrays that enter them (`factors.Step`)."""
 
 
 class Left(NamedTuple):

@@ -170,14 +170,23 @@ def test_numbers_of_keys_are_a_bias_if_those_of_the_batches_were():
     assert jnp.isnan(biased(*tokens, np.where(NUMBERS < 0, np.nan, NUMBERS))).any()
 
 
-@pytest.mark.parametrize("form", [added, forms.weights_of_keys], ids=name)
-def test_a_bias_of_keys_has_a_derivative(form):
-    batch = [*(normal(i, x) for i, x in enumerate(forms.heads())), np.abs(NUMBERS)]
+def derivatives(form, numbers):
+    """Derivatives by the numbers of the keys, of the new function and of the given one."""
+    batch = [*(normal(i, x) for i, x in enumerate(forms.heads())), numbers]
     new, _ = performer.linearize(form, [batch], **ALL)
-    got, want = (jax.grad(lambda x, f=f: jnp.sum(f(*batch[:3], x) ** 2)) for f in (new, form))
-    np.testing.assert_allclose(got(batch[3]), want(batch[3]), atol=1e-4)
-    if form is forms.weights_of_keys:  # the logarithm of 0 has none
-        assert jnp.isnan(got(jnp.asarray(batch[3]).at[0, 3].set(0))[0, 3])
+    return (jax.grad(lambda x, f=f: jnp.sum(f(*batch[:3], x) ** 2)) for f in (new, form))
+
+
+def test_a_bias_of_keys_has_a_derivative():
+    got, want = derivatives(added, NUMBERS)
+    np.testing.assert_allclose(got(NUMBERS), want(NUMBERS), atol=1e-4)
+
+
+def test_a_factor_of_keys_has_a_derivative_where_it_is_not_zero():
+    numbers = np.abs(NUMBERS)
+    got, want = derivatives(forms.weights_of_keys, numbers)
+    np.testing.assert_allclose(got(numbers), want(numbers), atol=1e-4)
+    assert jnp.isnan(got(jnp.asarray(numbers).at[0, 3].set(0))[0, 3])
 
 
 def test_the_error_is_of_attention_with_the_bias_of_keys():
