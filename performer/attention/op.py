@@ -7,6 +7,7 @@ chunk by chunk (`sweep`, `exact`): each part returns rows (`state.State`), `comb
 (`state.attend`).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, overload
@@ -55,7 +56,16 @@ from performer.attention.state import (
     take,
 )
 from performer.attention.sweep import Near, sweep
-from performer.attention.values import Call, Exact, Features, Pairs, Plan, Tokens, as_features
+from performer.attention.values import (
+    Call,
+    Exact,
+    Features,
+    Pairs,
+    Plan,
+    Tokens,
+    as_features,
+    state_heads,
+)
 from performer.numerics import operand_dtype
 from performer.typing import float32_or_wider
 
@@ -411,14 +421,21 @@ def _computed(ready: Ready, state: State | WindowState | None):
 
 def _on_platform(arrays, plan: Plan):
     """Attention in the chunks and blocks of this machine; if exported, of the one that runs it."""
-    (query, key, _), features, pairs, _ = arrays
+    (query, key, _), features, pairs, state = arrays
     sweeping = pairs.is_causal or pairs.segments is not None or features.exact.window > 0
-    batch_and_heads = key.shape[0] * key.shape[2]
+    (b, t, n, h), (_, s, k, _) = query.shape, key.shape
+    by_heads = state is None and not plan.return_state and plan.axis_name is None
 
     def on(platform):
-        length = max_dim(query.shape[1], key.shape[1])
-        widths = features.num_features, query.shape[-1]
-        chunk, block = sizes.chunk_and_block(platform, length, batch_and_heads, widths, sweeping)
+        widths, heads = (features.num_features, h), state_heads(n, k, features, pairs)
+        at_once = heads
+        if by_heads:
+            rows = b * max_dim(t * (n // heads), s)
+            at_once = sizes.heads_at_once(platform, rows, heads, widths)
+        length = max_dim(t, s)
+        chunk, block = sizes.chunk_and_block(platform, length, b * k, widths, sweeping)
+        if at_once != heads:
+            return partial(_attention, replace(plan, heads=at_once, chunk=chunk, block=length))
         return partial(_attention, replace(plan, chunk=chunk, block=block))
 
     if any(map(is_symbolic_dim, (*query.shape, *key.shape))):  # maybe for several platforms
@@ -442,9 +459,42 @@ def _attention(
         output, residual = _with_exact_rows(x, output, residual, features.exact.rows, plan)
         state = _heads_first(state, wide) if plan.return_state else None
         return output.astype(dtype), residual if plan.residual else None, state
-    output, residual, state = _attend(x, features, pairs, _heads_first(state, wide), plan)
+    if plan.heads:
+        attend = partial(_attend, features=features, pairs=pairs, state=None, plan=plan)
+        x = _copies_per_device(x, pairs.segments)
+        output, residual = _by_heads(lambda x: attend(x)[:2], x, plan.heads)
+    else:
+        output, residual, state = _attend(x, features, pairs, _heads_first(state, wide), plan)
     state = _heads_first(state, wide) if plan.return_state else None
     return output.astype(dtype), residual, state
+
+
+def _by_heads(
+    function: Callable[[Arguments], tuple[Array, Array | None]], x: Arguments, heads: int
+) -> tuple[Array, Array | None]:
+    """Apply a function of all arguments, to (b, t, n, ...), to so many key heads at a time."""
+    count = x.keys.key.shape[2] // heads
+
+    def grouped(y, axis, rank):  # (..., n, ...) -> (count, ..., n / count, ...)
+        if y is None:
+            return None
+        if y.ndim < rank or y.shape[axis] == 1:  # shared by the heads
+            return jnp.broadcast_to(y, (count, *y.shape))
+        y = y.reshape(*y.shape[:axis], count, -1, *y.shape[axis + 1 :])
+        return jnp.moveaxis(y, axis, 0)
+
+    tokens, keys = (
+        jax.tree.map(lambda y: grouped(y, 2, y.ndim), z) for z in ((x.query, x.given), x.keys)
+    )
+    frequencies = (grouped(w, 0, 3) for w in (x.w_query, x.w_key))
+    numbers = (grouped(y, 0, 2) for y in (x.feature_bias, x.shift))
+    groups = Arguments(tokens[0], keys, *frequencies, *numbers, tokens[1])
+
+    def joined(y):  # (count, b, t, n / count, ...) -> (b, t, n, ...)
+        y = jnp.moveaxis(y, 0, 2)
+        return y.reshape(*y.shape[:2], -1, *y.shape[4:])
+
+    return jax.tree.map(joined, jax.lax.map(function, groups))
 
 
 def _heads_first(state: State | WindowState | None, dtype: jnp.dtype):

@@ -319,6 +319,8 @@ class Plan:
     axis_name: str | None = None
     return_state: bool = False
     robust: bool = False
+    heads: Size = 0
+    """Heads with separate sums that are computed at a time; 0 for all."""
     chunk: Size = 0
     """Tokens of a causal chunk."""
     block: Size = 0

@@ -5,6 +5,7 @@ The values of each option with every other one are in `test_attention_options`.
 
 import inspect
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -12,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from performer import performer_attention
-from performer.attention import attention_weights, op, refusals, stream
+from performer import Bias, Features, performer_attention
+from performer.attention import attention_weights, op, refusals, sizes, stream
 from performer.calibration import Calibration, calibrate
 from tests.support.attention_inputs import (
     SLOPES,
@@ -122,6 +123,46 @@ def test_residuals_join_outputs_over_different_keys():
 
 
 # States
+
+
+@pytest.mark.parametrize("heads", [None, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_one_after_another_have_gradients_of_features(is_causal, heads, monkeypatch):
+    """Frequencies that heads share, or have each; weights; log-weights that they share."""
+    query, key, value, frequencies = inputs(frequency_heads=heads)
+    weights, keys = jnp.linspace(0.5, 1.5, M), jnp.linspace(-1.0, 1.0, 7)
+
+    def squares(query, key, value, frequencies, weights, keys):
+        features = Features(frequencies, weights=weights, trainable=True)
+        options: Any = dict(bias=Bias(keys=keys[None, :, None]), is_causal=is_causal)
+        return jnp.sum(performer_attention(query, key, value, features, **options) ** 2)
+
+    given = query, key, value, frequencies, weights, keys
+    gradient = jax.value_and_grad(squares, argnums=range(len(given)))
+    want = gradient(*given)
+    monkeypatch.setattr(sizes, "heads_at_once", lambda platform, rows, heads, *_: heads // 2)
+    text = str(jax.make_jaxpr(squares)(*given))
+    assert "scan" in text
+    for x, y in zip(jax.tree.leaves(gradient(*given)), jax.tree.leaves(want), strict=True):
+        close(x, y, 1e-5)
+
+
+HEADS = {
+    # (platform, tokens x batch of a head, heads, (features, head_dim)): heads at once
+    ("cpu", 1576, 12, (128, 64)): 1,
+    ("cpu", 577, 12, (128, 64)): 3,
+    ("cpu", 2048, 12, (128, 64)): 1,
+    ("cpu", 2049, 12, (128, 64)): 12,  # one head does not fit: blocks of tokens
+    ("cpu", 197, 12, (128, 64)): 12,  # few tokens
+    ("cpu", 1000, 7, (128, 64)): 1,  # a divisor
+    ("cpu", 577, 12, (64, 64)): 12,
+    ("gpu", 1576, 12, (128, 64)): 12,
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_heads_at_once(case):
+    assert sizes.heads_at_once(*case) == HEADS[case]
 
 
 def test_attention_weights_are_the_matrix():

@@ -577,6 +577,14 @@ def test_options(number, eight_devices):
     assert off(case, sizes_of(case), np.random.default_rng(number)) < FAR, case
 
 
+@pytest.mark.parametrize("number", tiers(range(0, len(CASES), 2), range(0, 60, 12)))
+def test_options_of_heads_one_after_another(number, monkeypatch, eight_devices):
+    """Heads in groups, as on a CPU where the features of all do not fit (`sizes`)."""
+    monkeypatch.setattr(sizes, "heads_at_once", lambda *_: 1)
+    case = CASES[number]
+    assert off(case, sizes_of(case), np.random.default_rng(number)) < FAR, case
+
+
 @pytest.mark.parametrize("number", tiers(range(len(CASES)), range(0, 60, 5)))
 def test_the_matrix_makes_the_output(number):
     """`attention_weights` with all options, but states, residuals and pieces."""

@@ -1,6 +1,7 @@
 """Outputs and gradients of sixty calls do not change, except where a change is meant."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 from performer import Bias, Exact, Features, alibi, performer_attention
-from performer.attention import stream
+from performer.attention import sizes, stream
 from performer.calibration import Calibration
 from performer.refinement import LEARNED
 from tests.attention.recorded import CALLS, KEPT, SEED, Recorded
+from tests.support.tiers import tiers
 
 STORED = np.load(Path(__file__).with_name("recorded.npz"))
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2**-7}
@@ -60,9 +62,19 @@ def attend(call: Recorded, features: Features, query, key, value):
     return performer_attention(query, key, value, features, **options)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_are_those_recorded(name):
-    """Output and gradients of queries, keys and values."""
+AT_ONCE = ("all heads", "one head")
+BY_HEAD = ("grouped", "causal masked", "segments alibi", "learned window", "exact keys calibrated")
+"""Calls of the core that compute one head after another."""
+
+
+@pytest.mark.parametrize(
+    ("at_once", "name"),
+    tiers(product(AT_ONCE, CALLS), [*product(AT_ONCE[:1], CALLS), *product(AT_ONCE[1:], BY_HEAD)]),
+)
+def test_calls_are_those_recorded(at_once, name, monkeypatch):
+    """Output and gradients of queries, keys and values; also one head after another."""
+    if at_once == "one head":
+        monkeypatch.setattr(sizes, "heads_at_once", lambda *_: 1)
     call = CALLS[name]
     features, tokens = features_of(name, call), [jnp.asarray(x, call.dtype) for x in call.tokens()]
     output, pull = jax.vjp(lambda *tokens: attend(call, features, *tokens), *tokens)
