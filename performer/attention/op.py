@@ -4,7 +4,7 @@ A call makes its values (`values`, `bias`), refuses what does not fit (`refusals
 sums (`kernels.which`). `maps` turns tokens into features. Attention that depends on positions goes
 chunk by chunk (`sweep`, `exact`): each part returns rows (`state.State`), `combine` adds them, and
 `ratio` divides. Other attention is one state of all keys, which the queries look up block by block
-(`state.attend`).
+(`state.attend`). On a CPU some heads are computed at a time (`_by_heads`).
 """
 
 from collections.abc import Callable
@@ -424,18 +424,16 @@ def _on_platform(arrays, plan: Plan):
     (query, key, _), features, pairs, state = arrays
     sweeping = pairs.is_causal or pairs.segments is not None or features.exact.window > 0
     (b, t, n, h), (_, s, k, _) = query.shape, key.shape
-    by_heads = state is None and not plan.return_state and plan.axis_name is None
+    heads, streams = state_heads(n, k, features, pairs), state is not None or plan.return_state
 
     def on(platform):
-        widths, heads = (features.num_features, h), state_heads(n, k, features, pairs)
-        at_once = heads
-        if by_heads:
+        length, widths = max_dim(t, s), (features.num_features, h)
+        chunk, block = sizes.chunk_and_block(platform, length, b * k, widths, sweeping)
+        if not streams and plan.axis_name is None:
             rows = b * max_dim(t * (n // heads), s)
             at_once = sizes.heads_at_once(platform, rows, heads, widths)
-        length = max_dim(t, s)
-        chunk, block = sizes.chunk_and_block(platform, length, b * k, widths, sweeping)
-        if at_once != heads:
-            return partial(_attention, replace(plan, heads=at_once, chunk=chunk, block=length))
+            if at_once != heads:
+                return partial(_attention, replace(plan, heads=at_once, chunk=chunk, block=length))
         return partial(_attention, replace(plan, chunk=chunk, block=block))
 
     if any(map(is_symbolic_dim, (*query.shape, *key.shape))):  # maybe for several platforms
@@ -460,9 +458,10 @@ def _attention(
         state = _heads_first(state, wide) if plan.return_state else None
         return output.astype(dtype), residual if plan.residual else None, state
     if plan.heads:
-        attend = partial(_attend, features=features, pairs=pairs, state=None, plan=plan)
         x = _copies_per_device(x, pairs.segments)
-        output, residual = _by_heads(lambda x: attend(x)[:2], x, plan.heads)
+        output, residual = _by_heads(
+            lambda some: _attend(some, features, pairs, None, plan)[:2], x, plan.heads
+        )
     else:
         output, residual, state = _attend(x, features, pairs, _heads_first(state, wide), plan)
     state = _heads_first(state, wide) if plan.return_state else None
