@@ -487,7 +487,7 @@ def _by_heads(
     )
     frequencies = (grouped(w, 0, 3) for w in (x.w_query, x.w_key))
     numbers = (grouped(y, 0, 2) for y in (x.feature_bias, x.shift))
-    groups = Arguments(tokens[0], keys, *frequencies, *numbers, tokens[1])
+    groups: Any = Arguments(*cast(Any, (tokens[0], keys, *frequencies, *numbers, tokens[1])))
 
     def joined(y):  # (count, b, t, n / count, ...) -> (b, t, n, ...)
         y = jnp.moveaxis(y, 0, 2)
