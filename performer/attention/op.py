@@ -474,7 +474,7 @@ def _by_heads(
     """Apply a function of all arguments, to (b, t, n, ...), to so many key heads at a time."""
     count = x.keys.key.shape[2] // heads
 
-    def grouped(y, axis, rank):  # (..., n, ...) -> (count, ..., n / count, ...)
+    def grouped(y, axis, rank) -> Any:  # (..., n, ...) -> (count, ..., n / count, ...)
         if y is None:
             return None
         if y.ndim < rank or y.shape[axis] == 1:  # shared by the heads
@@ -482,12 +482,11 @@ def _by_heads(
         y = y.reshape(*y.shape[:axis], count, -1, *y.shape[axis + 1 :])
         return jnp.moveaxis(y, axis, 0)
 
-    tokens, keys = (
-        jax.tree.map(lambda y: grouped(y, 2, y.ndim), z) for z in ((x.query, x.given), x.keys)
-    )
-    frequencies = (grouped(w, 0, 3) for w in (x.w_query, x.w_key))
-    numbers = (grouped(y, 0, 2) for y in (x.feature_bias, x.shift))
-    groups: Any = Arguments(*cast(Any, (tokens[0], keys, *frequencies, *numbers, tokens[1])))
+    tokens = x.query, x.keys, x.given
+    query, keys, given = jax.tree.map(lambda y: grouped(y, 2, y.ndim), tokens)
+    w_query, w_key = (grouped(w, 0, 3) for w in (x.w_query, x.w_key))
+    feature_bias, shift = (grouped(y, 0, 2) for y in (x.feature_bias, x.shift))
+    groups = Arguments(query, keys, w_query, w_key, feature_bias, shift, given)
 
     def joined(y):  # (count, b, t, n / count, ...) -> (b, t, n, ...)
         y = jnp.moveaxis(y, 0, 2)

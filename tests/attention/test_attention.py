@@ -122,7 +122,7 @@ def test_residuals_join_outputs_over_different_keys():
     assert np.all(np.isneginf(attend(key, value, mask=np.zeros(9, bool))[1]))
 
 
-# States
+# Heads one after another
 
 
 @pytest.mark.parametrize("heads", [None, 4])
@@ -163,6 +163,9 @@ HEADS = {
 @pytest.mark.parametrize("case", HEADS)
 def test_heads_at_once(case):
     assert sizes.heads_at_once(*case) == HEADS[case]
+
+
+# States
 
 
 def test_attention_weights_are_the_matrix():
