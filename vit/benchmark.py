@@ -4,6 +4,7 @@
     performer-vit benchmark attention --quick
     performer-vit benchmark attention --lengths=197,1024,4096,16384,65536
     performer-vit benchmark attention --lengths=1024,4096 --names=ours,"window 16"
+    performer-vit benchmark recipes
     performer-vit benchmark vit --quick
     performer-vit benchmark gpu
     performer-vit benchmark photographs --data=data
@@ -17,6 +18,9 @@ frequencies.
 whose numbers mean nothing. With --lengths, values against float64, then times by the number of
 tokens with exact and cuDNN's attention, for the first ten minutes on a device:
 `vit.speed.lengths`.
+
+`recipes`: attention by the sizes that `performer.linearize` tries, and the coefficients of their
+costs: `vit.speed.recipes`.
 
 `vit`: a training step of a ViT-Ti, on a GPU or TPU ViT-B, with softmax, random features, and these
 with an exact window, at 197, 785 and 3137 tokens: `vit.speed.vit`. With --quick at 17, 65
@@ -42,7 +46,7 @@ from typing import Any, Literal
 import jax
 
 from performer import couplings, structured
-from vit.speed import attention, converted, hour, photographs, pytorch, vit
+from vit.speed import attention, converted, hour, photographs, pytorch, recipes, vit
 from vit.speed import lengths as by_length
 from vit.study import harness, launch, timing
 
@@ -95,7 +99,7 @@ def attention_tables(quick: bool, out: Path) -> None:
 
 
 def main(
-    part: Literal["couplings", "attention", "vit", "gpu", "photographs", "converted"],
+    part: Literal["couplings", "attention", "recipes", "vit", "gpu", "photographs", "converted"],
     /,
     quick: bool = False,
     lengths: Sequence[int] = (),
@@ -142,6 +146,10 @@ def main(
         converted.measure(runs, out, images, repeats=repeats)
     elif part == "attention":
         attention_tables(quick, out)
+    elif part == "recipes":
+        rows = recipes.measured(*((16, 2) if quick else ()))
+        harness.show(rows, out / "times")
+        harness.show(recipes.coefficients(rows), out / "coefficients")
     else:
         rows = vit.measured(patches, *((64, 2) if quick else ()))
         harness.show(rows, out / "vit", vit.FIGURES)

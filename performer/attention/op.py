@@ -431,6 +431,8 @@ def _on_platform(arrays, plan: Plan):
         chunk, block = sizes.chunk_and_block(platform, length, b * k, widths, sweeping)
         if not streams and plan.axis_name is None:
             rows = b * max_dim(t * (n // heads), s)
+            if features.exact.window:  # its pairs are as wide
+                widths = max_dim(widths[0], 2 * h), h
             at_once = sizes.heads_at_once(platform, rows, heads, widths)
             if at_once != heads:
                 return partial(_attention, replace(plan, heads=at_once, chunk=chunk, block=length))

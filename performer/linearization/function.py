@@ -197,10 +197,10 @@ def linearize(
         recipes: sizes of each layer by its path in the report: (num_features, exact pairs). They
             hold whatever error and time, and layers without a recipe stay exact. `report.recipes`
             of an earlier call has them.
-        time: "forward", or "train" for forward and backward pass. None for a function that runs on
-            another device: nothing is timed, no layer stays exact for its time, and recipes are
-            ordered by a count: two exact keys cost as much as one feature, a window of w as much as
-            3 w keys, 2 w if causal.
+        time: "forward", or "train" for forward and backward pass. "cpu", "gpu" or "tpu" for a
+            function that runs there and not here: nothing is timed, no layer stays exact for its
+            time, and recipes have the order of their costs, by coefficients of that platform
+            (docs, "Speed"). None for this platform, if nothing shall be timed.
 
     Returns:
         The new function (`Linearized`, which `save` writes to a file) and the report. The function

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from performer.linearization.timing import Compiled, Time, compiled, race, with_gradient
+from performer.linearization.timing import PASSES, Compiled, Time, compiled, race, with_gradient
 
 Outputs = Sequence[np.ndarray]
 """The arrays of floating-point numbers in the result of a function."""
@@ -57,7 +57,7 @@ class Whole(NamedTuple):
     before: Time
     after: Time
     what: str
-    """Name of what is timed, of `timing.CHOICES`."""
+    """Name of what is timed, of `timing.PASSES`."""
     device: str
     """Kind of the device, for example "cpu"."""
 
@@ -126,10 +126,10 @@ def compared(
     arguments: Sequence[Any],
     what: str | None,
 ) -> tuple["Change", Whole | None]:
-    """Compare a new function with the given one: its outputs, and its time and memory."""
+    """Compare a new function with the given one: its outputs, and time and memory of a pass."""
     (old, outputs), (after, new_outputs) = before, prepared(function, arguments)
     difference = change(outputs, new_outputs)
-    if what is None:
+    if what not in PASSES:
         return difference, None
     first, second = race(old.timed(what), after.timed(what), seconds=1.0)
     return difference, Whole(first, second, what, jax.devices()[0].device_kind)

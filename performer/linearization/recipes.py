@@ -23,11 +23,13 @@ from jaxtyping import Array, PRNGKeyArray
 from performer import calibration as calibrations
 from performer import couplings
 from performer.analysis import by_cost
+from performer.attention import sizes
 from performer.attention.refusals import check_exact
 from performer.attention.values import NOT_EXACT, Exact, Features
+from performer.linearization.costs import COSTS, cost
 from performer.linearization.layers import HeadErrors, Layer, Measured, head_errors, mean
 from performer.linearization.report import Recipe, Report
-from performer.linearization.timing import CHOICES, MARGIN, Table, Time, table
+from performer.linearization.timing import MARGIN, PASSES, Table, Time, table
 from performer.refinement import (
     START,
     Far,
@@ -79,7 +81,8 @@ class Options:
     recipes: Mapping[str, tuple[int, Exact]] | None = None
     """Sizes of each layer by its path, of those alone that are replaced."""
     time: str | None = "forward"
-    """Passes to time, one of `timing.CHOICES`."""
+    """Passes to time, one of `timing.PASSES`; a platform of `costs.COSTS`, or None for this one, to
+    time nothing."""
     show: Callable[[str], Any] | None = None
 
     @property
@@ -88,9 +91,19 @@ class Options:
         return any(x is not None for x in (self.num_features, self.exact, self.recipes))
 
     @property
+    def is_timed(self) -> bool:
+        """True if recipes are timed here."""
+        return self.time in PASSES
+
+    @property
+    def platform(self) -> str:
+        """Platform whose costs order the recipes that are not timed."""
+        return next(x for x in (self.time, sizes.platform(), "cpu") if x in COSTS)
+
+    @property
     def must_be_faster(self) -> bool:
         """True if a layer stays exact unless a recipe is faster: without sizes and tolerance."""
-        return self.time is not None and self.tolerance is None and not self.sized
+        return self.is_timed and self.tolerance is None and not self.sized
 
     @property
     def limit(self) -> float:
@@ -110,7 +123,7 @@ class Options:
         return self.num_features, self.exact or NOT_EXACT
 
     def ladder(self, layer: Layer) -> list[Recipe]:
-        """Return the recipes to try for a layer, in the order of their counts."""
+        """Return the recipes to try for a layer, in the order of their costs."""
         h, (t, s), (m, exact) = layer.head_dim, layer.lengths, self.wanted(layer)
         most, exact = 2 * h if m is None else m, layer.supported(exact)
         if most == 0 and not exact.window:
@@ -120,9 +133,11 @@ class Options:
             )
         if self.sized and self.tolerance is None:
             return [Recipe(most, exact)]
+        order = partial(cost, platform=self.platform, is_causal=layer.is_causal)
         if self.sized:
             even = [most] + [most >> i for i in (1, 2, 3) if most % 2 ** (i + 1) == 0]
-            return [Recipe(m, exact._replace(keys=f)) for m, f in by_cost(even, exact.keys)]
+            counts = by_cost(even, exact.keys)
+            return sorted((Recipe(m, exact._replace(keys=f)) for m, f in counts), key=order)
         numbers = [m for m in (h // 4, h // 2, h, 2 * h, 4 * h) if m % 2 == 0 and m >= min(h, 8)]
         if layer.supported(Exact(keys=1)).keys:
             pairs = [Exact(keys=f) for f in EXACT_KEYS if f < s]
@@ -131,8 +146,9 @@ class Options:
             pairs = [NOT_EXACT, *(Exact(w, first=1) for w in windows)]
         if not self.refine_steps:  # a window alone has nothing to refine
             numbers = [0, *numbers]
-        ladder = [Recipe(m, x) for m, x in product(numbers, pairs) if m or x.window]
-        return sorted(ladder, key=lambda recipe: recipe.cost(layer.is_causal))
+        return sorted(
+            (Recipe(m, x) for m, x in product(numbers, pairs) if m or x.window), key=order
+        )
 
     @classmethod
     def of(cls, batches: Any, **keywords: Any) -> "Options":
@@ -155,8 +171,9 @@ class Options:
             raise ValueError(
                 "recipes has the sizes of each layer: leave out num_features, exact and tolerance"
             )
-        if options.time not in CHOICES:
-            raise ValueError(f"time must be one of {CHOICES}, got {options.time!r}")
+        if options.time not in (*PASSES, *COSTS, None):
+            choices = ", ".join(map(repr, (*PASSES, *COSTS, None)))
+            raise ValueError(f"time must be one of {choices}, got {options.time!r}")
         if options.tolerance is not None and not options.tolerance > 0:
             raise ValueError(f"tolerance must be positive, such as 0.1, got {options.tolerance}")
         if hasattr(batches, "shape"):
@@ -214,11 +231,11 @@ def replacements(
     places, left = _chosen_places(layers, options.recipes)
     for place in places:
         numbers = [i for i, layer in enumerate(layers) if layer.place == place]
-        if options.time:
+        if options.is_timed:
             first, named = layers[numbers[0]], measured.places[place]
             kind: Any = dict(kind=first.kind, masked=first.masked, slopes=first.slopes is not None)
             kind["key_bias"] = first.has_key_bias
-            tables[place] = table(named, options.time, **kind)
+            tables[place] = table(named, str(options.time), **kind)
         keyed = [(keys[i], layers[i]) for i in numbers]
         steps = _Steps(keyed, tables.get(place), options, show, {})
         drawn |= dict(zip(numbers, _chosen(steps, examples), strict=True))
@@ -312,7 +329,7 @@ class _Steps(NamedTuple):
         return self.table is not None and self.seconds(recipe) * margin > self.table.exact.seconds
 
     def recipes(self) -> list[Recipe]:
-        """The recipes, the fastest first; without times in the order of their counts."""
+        """The recipes, the fastest first; without times in the order of their costs."""
         recipes, hopeless, timed = self.options.ladder(self.layer), [], []
         if self.table is None or (self.options.sized and self.options.tolerance is None):
             return recipes

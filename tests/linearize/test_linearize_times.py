@@ -7,7 +7,8 @@ import pytest
 
 import performer
 from performer import Exact
-from performer.linearization import recipes, timing
+from performer.linearization import costs, recipes, timing
+from performer.linearization.costs import Cost
 from performer.linearization.measure import program_of
 from performer.linearization.program import Alone, named
 from performer.linearization.report import Recipe
@@ -184,8 +185,35 @@ def test_a_table_times_the_attention_that_replaces_a_layer(is_causal):
     assert isinstance(table, Table)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_for_another_platform_recipes_have_the_order_of_their_costs(monkeypatch, is_causal):
+    """Nothing is timed; coefficients that are planted decide."""
+
+    def masked(x):
+        scores = jnp.einsum("bqh,bkh->bqk", x, x) / H**0.5
+        scores = jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf) if is_causal else scores
+        return jnp.einsum("bqk,bkh->bqh", jax.nn.softmax(scores), x)
+
+    measured = performer.measure(masked, [(tokens(),)])
+    monkeypatch.setattr(recipes, "table", None)
+    dear = Cost(9, 1, 0, 0, 0)  # features cost, pairs nothing; and the other way round
+    monkeypatch.setitem(costs.COSTS, "tpu", (dear, dear))
+    free = Cost(0, 0, 0, 5, 1)
+    monkeypatch.setitem(costs.COSTS, "cpu", (free, free))
+    for time, alone in (("tpu", not is_causal), ("cpu", True), (None, True)):
+        ladder = recipes.Options(time=time).ladder(measured.layers[0])
+        expected = [costs.cost(x, time or "cpu", is_causal) for x in ladder]
+        assert expected == sorted(expected)
+        assert (ladder[0].num_features > 0) == alone
+        _, report = performer.linearize(masked, [], measured=measured, time=time)
+        assert sizes(report)[2] == "linear"
+        assert "speed-up" not in report.rows[0]
+        assert report.whole is None
+
+
 def test_times_are_checked():
-    with pytest.raises(ValueError, match=r"time must be one of \('forward', 'train', None\)"):
+    names = "'forward', 'train', 'cpu', 'gpu', 'tpu', None"
+    with pytest.raises(ValueError, match=f"time must be one of {names}, got 'backward'"):
         performer.linearize(attend, [(tokens(),)], time="backward")
     assert Recipe(16, Exact(keys=16)).contains(Recipe(8, Exact(keys=16)))
     assert not Recipe(16, Exact(keys=8)).contains(Recipe(8, Exact(keys=16)))

@@ -3,6 +3,7 @@
 import math
 import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,21 @@ import pytest
 from absl import flags
 from flax import nnx
 
+from performer import Exact
+from performer.linearization import costs
+from performer.linearization.report import Recipe
 from performer.testing import reference_attention
 from tests.support.small import shapes, small_config
 from tests.support.tiers import tiers
 from vit import config, convert, train
 from vit.config import arguments
 from vit.model import classification
-from vit.speed import attention, hour, lengths, photographs, pytorch
+from vit.speed import attention, hour, lengths, photographs, pytorch, recipes
 from vit.speed.baselines import IMPLEMENTATIONS, inputs
 from vit.study import harness
 
+RESULTS = Path(__file__).parents[2] / "experiments/results"
+ACCELERATORS = "speed/accelerators/recipes"
 BLOCKS = (config.Block(num_features=256), config.Block("softmax"))
 
 
@@ -88,6 +94,47 @@ def test_the_published_baseline_is_the_published_estimate(name):
     ]
     slope = sum(np.vdot(x, y) for x, y in zip(pull(gradient), along, strict=True))
     np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("platform", costs.COSTS)
+def test_coefficients_of_recipes_are_those_of_the_committed_times(platform):
+    """They order recipes better than chance: of pairs that differ by a tenth, four of five."""
+    folder = "benchmark/recipes/times" if platform == "cpu" else f"{ACCELERATORS}_{platform}"
+    rows = harness.read(RESULTS / f"{folder}.csv")
+    for fit, known in zip(recipes.coefficients(rows), costs.COSTS[platform], strict=True):
+        got = [fit[name] for name in known._fields]
+        np.testing.assert_allclose(known, got, rtol=0.01, atol=0.01)
+        assert fit["pairs ordered alike"] > 0.8
+
+
+def test_coefficients_of_recipes_are_found_again():
+    """From costs that have them exactly, with a length of other costs that no pair crosses."""
+    known, rows = costs.Cost(5.0, 2.0, 0.5, 30.0, 1.5), []
+    for recipe in recipes.RECIPES[False]:
+        sizes = {"m": recipe.num_features, "window": 0, "exact keys": recipe.exact.keys}
+        cost = float(np.dot(known, costs.terms(recipe, is_causal=False)))
+        rows.append({"tokens": 577, "attention": "all keys", "cost": cost} | sizes)
+    fit, _ = recipes.coefficients(rows + [x | {"attention": "causal"} for x in rows])
+    np.testing.assert_allclose([fit[name] for name in known._fields], known, rtol=1e-6)
+    assert fit["pairs ordered alike"] == 1
+    window = Recipe(8, Exact(16, first=1))
+    assert costs.terms(window, is_causal=True) == (1, 8, 0, 1, 33)
+    assert costs.terms(window, is_causal=False) == (1, 8, 0, 1, 49)
+
+
+@pytest.mark.thorough
+def test_recipes_are_timed(monkeypatch):
+    """A row for each, with the cost relative to softmax of the same attention."""
+    monkeypatch.setattr(recipes, "LENGTHS", (40,))
+    some = {False: [Recipe(16, Exact(keys=4))], True: [Recipe(0, Exact(8, first=1))]}
+    monkeypatch.setattr(recipes, "RECIPES", some)
+    rows = recipes.measured(repeats=1)
+    sizes = [(row["attention"], row["m"], row["window"], row["exact keys"]) for row in rows]
+    alone = [("all keys", "", "", ""), ("causal", "", "", "")]
+    assert sizes == [alone[0], ("all keys", 16, 0, 4), alone[1], ("causal", 0, 8, 0)]
+    assert [rows[0]["cost"], rows[2]["cost"]] == [40, 40]
+    ratio = rows[3]["time, ms"] / rows[2]["time, ms"]
+    assert rows[3]["cost"] == pytest.approx(40 * ratio)
 
 
 @pytest.mark.thorough
