@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from performer import Bias, Features, performer_attention
+from performer import Bias, Exact, Features, performer_attention
 from performer.attention import attention_weights, op, refusals, sizes, stream
 from performer.calibration import Calibration, calibrate
 from tests.support.attention_inputs import (
@@ -163,6 +163,22 @@ HEADS = {
 @pytest.mark.parametrize("case", HEADS)
 def test_heads_at_once(case):
     assert sizes.heads_at_once(*case) == HEADS[case]
+
+
+@pytest.mark.parametrize(("window", "width"), [(0, 8), (16, 2 * H)])
+def test_pairs_of_a_window_are_as_wide_as_many_features(window, width, monkeypatch):
+    """Heads are computed in groups with a window even if there are few features, or none."""
+    query, key, value, frequencies = inputs(t=40, m=8)
+    widths = []
+
+    def noted(platform, rows, heads, wide):
+        widths.append(wide)
+        return heads
+
+    monkeypatch.setattr(sizes, "heads_at_once", noted)
+    features = Features(frequencies, exact=Exact(window=window))
+    performer_attention(query, key, value, features, is_causal=True)
+    assert widths == [(width, H)]
 
 
 # States
