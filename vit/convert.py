@@ -29,7 +29,8 @@ other, and class token and registers for all. The window alone is a row of the t
 --exact_keys=16 --exact_rows=1 the 16 keys with the largest weights are exact for all queries, and
 all keys for the class token. With --tolerance=0.1 layers of a larger attention error stay exact.
 All others are replaced, also where that is no faster, and sizes that are given are upper limits.
---time=none is for a run that is used on another device: nothing is timed.
+--time=gpu is for a run that is used on a GPU, if there is none here: nothing is timed, costs are
+looked up. --time=none times nothing either.
 
 --task=MODULE converts a run of another task than images. Its loss is reported if it has no
 accuracy, and with it the task's measures loss_..., such as the loss of the second half of a text.
@@ -225,7 +226,7 @@ def convert(
     exact_keys: int = 0,
     exact_rows: int = 0,
     tolerance: float | None = None,
-    time: Literal["forward", "train", "none"] = "forward",
+    time: Literal["forward", "train", "cpu", "gpu", "tpu", "none"] = "forward",
     draws: int = 4,
     images: int = 256,
     eval_images: int = 0,
@@ -255,6 +256,7 @@ def convert(
             not reach it stay exact. `num_features` and `exact_keys`, if given, are then limits. The
             config of the converted run has the numbers of each block.
         time: what is timed to choose sizes: forward, train (forward and backward pass) or none.
+            cpu, gpu and tpu use the costs of that platform.
         draws: draws of the frequencies, for each coupling, calibration, window and m.
         images: training examples for the calibration.
         eval_images: evaluation examples; 0 for all.
