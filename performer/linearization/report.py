@@ -62,8 +62,9 @@ class Report:
         rows: a record for each layer and head that was measured: "path", "layer" (its number, in
             the order of calls), "head", "attention" ("linear", or "exact" if kept), the sizes "m",
             "window", "first", "exact keys" and "exact rows", their "cost" by operations, in exact
-            keys for each query (of exact attention: the number of keys), the number of "keys", the numbers of
-            `layers.head_errors`, and where time was measured "exact, ms", "replacement, ms" and
+            keys for each query (of exact attention: the number of keys), the number of "keys", the
+            numbers of `layers.head_errors`, and where time was measured "exact, ms",
+            "replacement, ms" and
             "speed-up" of the layer's attention. A layer that stays exact has the sizes, errors and
             times of the best recipe that was tried.
         left: path -> why its attention stayed as it was.
