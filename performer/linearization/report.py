@@ -64,9 +64,8 @@ class Report:
             "window", "first", "exact keys" and "exact rows", their "cost" by operations, in exact
             keys for each query (of exact attention: the number of keys), the number of "keys", the
             numbers of `layers.head_errors`, and where time was measured "exact, ms",
-            "replacement, ms" and
-            "speed-up" of the layer's attention. A layer that stays exact has the sizes, errors and
-            times of the best recipe that was tried.
+            "replacement, ms" and "speed-up" of the layer's attention. A layer that stays exact has
+            the sizes, errors and times of the best recipe that was tried.
         left: path -> why its attention stayed as it was.
         remarks: what the user should know about layers, one sentence each.
         tolerance: largest attention error of a layer that is replaced.

@@ -66,7 +66,7 @@ def _program(recipe: Recipe, is_causal: bool, args: list[jax.Array]) -> timing.P
 def coefficients(rows: Sequence[Row]) -> list[Row]:
     """Return the coefficients that fit the costs, and the share of pairs that they order alike.
 
-    Pairs are those of the same length and attention whose costs differ by a tenth or more.
+    Pairs have the same length and attention, and costs that differ by a tenth or more.
     """
     table = []
     for is_causal, attention in ((False, "all keys"), (True, "causal")):
